@@ -1,0 +1,118 @@
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/variant.h>
+#include <nanobind/stl/vector.h>
+
+#include "sample.h"
+#include "verify_draft.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+using namespace exactspec;
+
+namespace {
+
+// temperature, top_k, top_p, min_p, order
+using SamplingTuple = std::tuple<Parameter, Parameter, Parameter, Parameter, int>;
+
+Sampling to_sampling(const SamplingTuple& t) {
+  return {
+      std::get<0>(t),
+      std::get<1>(t),
+      std::get<2>(t),
+      std::get<3>(t),
+      static_cast<Order>(std::get<4>(t))};
+}
+
+using OptionalArray = std::optional<mx::array>;
+
+} // namespace
+
+NB_MODULE(_ext, m) {
+  m.doc() = "The compiled operations of exactspec; use them through the package.";
+  m.attr("MLX_VERSION") = EXACTSPEC_MLX_VERSION;
+  m.attr("NANOBIND_VERSION") = EXACTSPEC_NANOBIND_VERSION;
+  m.attr("DRAW_BLOCK") = static_cast<int>(DRAW_BLOCK);
+  m.attr("PLACEHOLDER_TOKEN") = static_cast<int>(PLACEHOLDER_TOKEN);
+  m.attr("MAX_KEYED_DRAFTS") = static_cast<int>(MAX_KEYED_DRAFTS);
+
+  // The graph is built without the GIL: nothing below touches a Python object.
+  m.def(
+      "verify_draft",
+      [](const mx::array& target_logits,
+         const mx::array& draft_tokens,
+         const OptionalArray& draft_lengths,
+         const OptionalArray& draft_logits,
+         const OptionalArray& draft_ids,
+         const OptionalArray& draft_probs,
+         const OptionalArray& draft_vocab,
+         const OptionalArray& draft_stats,
+         const SamplingTuple& sampling,
+         const SamplingTuple& draft_sampling,
+         const OptionalArray& uniforms,
+         const OptionalArray& keys,
+         const OptionalArray& token_bitmask,
+         int logprobs,
+         bool stats,
+         mx::StreamOrDevice stream) {
+        return verify_draft(
+            target_logits,
+            draft_tokens,
+            draft_lengths,
+            {draft_logits, draft_ids, draft_probs, draft_vocab, draft_stats},
+            to_sampling(sampling),
+            to_sampling(draft_sampling),
+            uniforms,
+            keys,
+            token_bitmask,
+            static_cast<Logprobs>(logprobs),
+            stats,
+            stream);
+      },
+      "target_logits"_a,
+      "draft_tokens"_a,
+      "draft_lengths"_a.none(),
+      "draft_logits"_a.none(),
+      "draft_ids"_a.none(),
+      "draft_probs"_a.none(),
+      "draft_vocab"_a.none(),
+      "draft_stats"_a.none(),
+      "sampling"_a,
+      "draft_sampling"_a,
+      "uniforms"_a.none(),
+      "keys"_a.none(),
+      "token_bitmask"_a.none(),
+      "logprobs"_a,
+      "stats"_a,
+      "stream"_a.none(),
+      nb::call_guard<nb::gil_scoped_release>());
+
+  m.def(
+      "sample",
+      [](const mx::array& logits,
+         const SamplingTuple& sampling,
+         const OptionalArray& uniforms,
+         const OptionalArray& keys,
+         const OptionalArray& token_bitmask,
+         int logprobs,
+         mx::StreamOrDevice stream) {
+        return sample(
+            logits,
+            to_sampling(sampling),
+            uniforms,
+            keys,
+            token_bitmask,
+            static_cast<Logprobs>(logprobs),
+            stream);
+      },
+      "logits"_a,
+      "sampling"_a,
+      "uniforms"_a.none(),
+      "keys"_a.none(),
+      "token_bitmask"_a.none(),
+      "logprobs"_a,
+      "stream"_a.none(),
+      nb::call_guard<nb::gil_scoped_release>());
+}

@@ -1,0 +1,66 @@
+// Checks of an operation's arguments: "[op] argument: expected ..., got ...".
+#pragma once
+
+#include <algorithm>
+#include <initializer_list>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+
+#include "mlx/array.h"
+#include "mlx/utils.h"
+
+namespace exactspec {
+
+namespace mx = mlx::core;
+
+// What is printed for a shape: [2, 5, 32000].
+inline std::string describe(const mx::Shape& shape) {
+  std::ostringstream out;
+  out << "[";
+  for (size_t i = 0; i < shape.size(); ++i) {
+    out << (i ? ", " : "") << shape[i];
+  }
+  out << "]";
+  return out.str();
+}
+
+[[noreturn]] inline void bad_argument(
+    const char* op, const std::string& name, const std::string& expected, const std::string& got) {
+  std::ostringstream out;
+  out << "[" << op << "] " << name << ": expected " << expected << ", got " << got;
+  throw std::invalid_argument(out.str());
+}
+
+inline void check_dtype(
+    const char* op,
+    const std::string& name,
+    const mx::array& a,
+    std::initializer_list<mx::Dtype> allowed) {
+  if (std::find(allowed.begin(), allowed.end(), a.dtype()) != allowed.end()) {
+    return;
+  }
+  std::ostringstream expected, got;
+  const char* separator = "dtype ";
+  for (auto dtype : allowed) {
+    expected << separator << dtype;
+    separator = " or ";
+  }
+  got << a.dtype();
+  bad_argument(op, name, expected.str(), got.str());
+}
+
+inline void check_shape(
+    const char* op, const std::string& name, const mx::array& a, const mx::Shape& shape) {
+  if (a.shape() != shape) {
+    bad_argument(op, name, "shape " + describe(shape), describe(a.shape()));
+  }
+}
+
+inline void check_cpu(const char* op, mx::Stream stream) {
+  if (stream.device != mx::Device::cpu) {
+    bad_argument(op, "stream", "a CPU stream or device (there is no GPU backend yet)", "a GPU one");
+  }
+}
+
+} // namespace exactspec

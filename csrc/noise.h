@@ -1,0 +1,68 @@
+// Where a sequence's uniforms come from: given, or generated from its key.
+#pragma once
+
+#include <optional>
+
+#include "errors.h"
+#include "random.h"
+#include "view.h"
+
+namespace exactspec {
+
+// The noise input after checks: `uniforms` [batch..., count] or `keys` [batch..., 2].
+inline mx::array noise_input(
+    const char* op,
+    const std::optional<mx::array>& uniforms,
+    const std::optional<mx::array>& keys,
+    mx::Shape batch_shape,
+    int count) {
+  if (uniforms.has_value() == keys.has_value()) {
+    bad_argument(op, "uniforms, keys", "exactly one of them", keys ? "both" : "neither");
+  }
+  if (uniforms) {
+    check_dtype(op, "uniforms", *uniforms, {mx::float32});
+    batch_shape.push_back(count);
+    check_shape(op, "uniforms", *uniforms, batch_shape);
+    return *uniforms;
+  }
+  check_dtype(op, "keys", *keys, {mx::uint32});
+  batch_shape.push_back(2);
+  check_shape(op, "keys", *keys, batch_shape);
+  if (count > NOISE_WORDS) {
+    bad_argument(
+        op,
+        "keys",
+        "at most " + std::to_string(MAX_KEYED_DRAFTS) + " draft slots with keys",
+        std::to_string(count - 2));
+  }
+  return *keys;
+}
+
+class NoiseView {
+ public:
+  // `num_coins` coins come before the draw's pair in explicit uniforms.
+  NoiseView(const mx::array& input, bool keyed, int num_coins)
+      : view_(input, 1), keyed_(keyed), num_coins_(num_coins) {}
+
+  float coin(int b, int i) const {
+    return keyed_ ? word(b, i) : *view_.at<float>(b, i);
+  }
+
+  // The pair that draws a token, whatever the length of the sequence's draft.
+  void pair(int b, float* u) const {
+    for (int i = 0; i < 2; ++i) {
+      u[i] = keyed_ ? word(b, MAX_KEYED_DRAFTS + i) : *view_.at<float>(b, num_coins_ + i);
+    }
+  }
+
+ private:
+  float word(int b, int i) const {
+    return keyed_uniform(*view_.at<uint32_t>(b, 0), *view_.at<uint32_t>(b, 1), i);
+  }
+
+  View view_;
+  bool keyed_;
+  int num_coins_;
+};
+
+} // namespace exactspec

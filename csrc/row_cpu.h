@@ -1,0 +1,144 @@
+// One row of logits on the CPU: its filtered distribution, and a token drawn from it.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <functional>
+#include <limits>
+#include <vector>
+
+#include "law.h"
+#include "mlx/dtype.h"
+#include "sampling_inputs.h"
+#include "view.h"
+
+namespace exactspec {
+
+// Logits of one row, read in place.
+struct Row {
+  const char* data;
+  mx::Dtype dtype;
+  int64_t stride; // in elements
+  int size;
+  const int32_t* mask = nullptr; // bit 1 = allowed; null: everything is
+  int64_t mask_stride = 0;
+
+  int num_blocks() const { return (size + DRAW_BLOCK - 1) / DRAW_BLOCK; }
+  int block_size(int block) const { return std::min<int>(DRAW_BLOCK, size - block * DRAW_BLOCK); }
+
+  // Widens ids [first, first + n) to float32; masked ids become -inf.
+  void load(int first, int n, float* out) const;
+  float logit(int id) const;
+};
+
+// Row `index...` of a [batch..., rows..., V] view, and a [batch..., rows..., ceil(V / 32)] mask.
+template <typename... Index>
+Row make_row(const View& logits, int b, Index... index) {
+  return {
+      logits.at<char>(b, index...),
+      logits.dtype,
+      logits.core_strides.back(),
+      static_cast<int>(logits.core_shape.back())};
+}
+template <typename... Index>
+void set_mask(Row& row, const View& bitmask, int b, Index... index) {
+  row.mask = bitmask.at<int32_t>(b, index...);
+  row.mask_stride = bitmask.core_strides.back();
+}
+
+// The parameters of one sequence.
+struct RowSampling {
+  RowSampling(const SamplingViews& views, Order order, int b);
+  // Temperature 1 and no filters: the softmax of the logits as given.
+  RowSampling() = default;
+
+  float temperature = 1;
+  int top_k = 0;
+  float top_p = 1;
+  float min_p = 0;
+  Order order = Order::TemperatureFirst;
+
+  bool valid() const;
+  bool greedy() const { return temperature < 0x1p-126f; }
+  bool has_filters() const { return top_k > 0 || top_p < 1 || min_p > 0; }
+};
+
+// A filtered distribution over a row: four scalars and the row give every probability.
+struct Distribution {
+  float max;
+  float temperature; // 1 for a greedy row, which keeps a single id
+  float log_norm;
+  float cutoff; // kept: logit > cutoff, or logit == cutoff and id <= cutoff_id
+  int cutoff_id;
+  bool greedy;
+
+  float scale() const { return static_cast<float>(1 / std::exp(static_cast<double>(log_norm))); }
+  // Unnormalised weights of ids [first, first + n), from their logits.
+  void weights(const float* logits, int first, int n, float* out) const;
+  float prob(float logit, int id) const;
+  float logprob(float logit) const { return (logit - max) / temperature - log_norm; }
+};
+
+struct RowSummary {
+  bool finite = false; // false: NaN, +inf or no finite logit, and nothing else is set
+  Distribution dist{};
+  std::vector<double> block_mass; // weights summed per DRAW_BLOCK
+};
+
+// One pass over the row without filters; with filters one more to place the cutoffs (only blocks
+// that can matter) and one over the blocks that keep something.
+RowSummary summarise(const Row& row, const RowSampling& sampling);
+
+// The first index whose cumulative mass exceeds u * total, the last of positive mass if rounding
+// leaves none, -1 if there is no mass at all. An index of mass 0 is never returned.
+template <typename T>
+int pick(const T* mass, int n, float u) {
+  double total = 0;
+  for (int i = 0; i < n; ++i) {
+    total += mass[i];
+  }
+  double threshold = u * total;
+  double cumulative = 0;
+  int last = -1;
+  for (int i = 0; i < n; ++i) {
+    if (mass[i] > 0) {
+      cumulative += mass[i];
+      last = i;
+      if (cumulative > threshold) {
+        break;
+      }
+    }
+  }
+  return last;
+}
+
+// Two-level inverse CDF: u[0] chooses the block, u[1] the id inside it. `fill(first, n, out)`
+// writes the weights of ids [first, first + n). Returns -1 if there is no mass.
+template <typename Fill>
+int draw(const std::vector<double>& block_mass, int size, const float* u, Fill&& fill) {
+  int block = pick(block_mass.data(), static_cast<int>(block_mass.size()), u[0]);
+  if (block < 0) {
+    return -1;
+  }
+  int first = block * DRAW_BLOCK;
+  int n = std::min<int>(DRAW_BLOCK, size - first);
+  float w[DRAW_BLOCK];
+  fill(first, n, w);
+  return first + pick(w, n, u[1]);
+}
+
+int draw(const Row& row, const RowSummary& summary, const float* u);
+
+// Log-probability of a token of this row: under the filtered distribution, or log-softmax of the
+// logits as given, mask ignored.
+float token_logprob(
+    const Row& row, const RowSummary& summary, const RowSampling& sampling, int token, Logprobs kind);
+
+// Entropy in nats. Reads the row again.
+float entropy(const Row& row, const RowSummary& summary);
+
+// Calls fn(block) for every block of a row, on several threads when the row is long.
+void for_each_block(const Row& row, const std::function<void(int)>& fn);
+
+} // namespace exactspec

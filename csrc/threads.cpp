@@ -1,0 +1,106 @@
+#include "threads.h"
+
+#include <atomic>
+#include <condition_variable>
+#include <mutex>
+#include <system_error>
+#include <thread>
+#include <vector>
+
+namespace exactspec {
+
+namespace {
+
+thread_local bool inside_parallel_for = false;
+
+class Workers {
+ public:
+  Workers() {
+    int count = static_cast<int>(std::thread::hardware_concurrency()) - 1;
+    try {
+      for (int i = 0; i < count; ++i) {
+        std::thread([this] { work(); }).detach();
+      }
+    } catch (const std::system_error&) {
+      // Too few threads to be had: the calling thread does what the missing ones would have.
+    }
+  }
+
+  void run(int n, const std::function<void(int)>& fn) {
+    std::unique_lock<std::mutex> owner(owner_, std::try_to_lock);
+    if (!owner) {
+      for (int i = 0; i < n; ++i) {
+        fn(i);
+      }
+      return;
+    }
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      fn_ = &fn;
+      size_ = n;
+      next_ = 0;
+      ++generation_;
+    }
+    wake_.notify_all();
+    claim(fn, n);
+    // Workers that are still inside the job hold a reference to fn.
+    std::unique_lock<std::mutex> lock(mutex_);
+    fn_ = nullptr;
+    idle_.wait(lock, [this] { return active_ == 0; });
+  }
+
+ private:
+  void claim(const std::function<void(int)>& fn, int n) {
+    inside_parallel_for = true;
+    for (int i = next_++; i < n; i = next_++) {
+      fn(i);
+    }
+    inside_parallel_for = false;
+  }
+
+  void work() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    for (unsigned seen = 0;;) {
+      wake_.wait(lock, [&] { return generation_ != seen; });
+      seen = generation_;
+      if (fn_ == nullptr) {
+        continue;
+      }
+      const auto& fn = *fn_;
+      int n = size_;
+      ++active_;
+      lock.unlock();
+      claim(fn, n);
+      lock.lock();
+      if (--active_ == 0) {
+        idle_.notify_one();
+      }
+    }
+  }
+
+  std::mutex owner_;
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  std::condition_variable idle_;
+  const std::function<void(int)>* fn_ = nullptr;
+  int size_ = 0;
+  int active_ = 0;
+  unsigned generation_ = 0;
+  std::atomic<int> next_{0};
+};
+
+} // namespace
+
+void parallel_for(int n, const std::function<void(int)>& fn) {
+  if (n <= 1 || inside_parallel_for) {
+    for (int i = 0; i < n; ++i) {
+      fn(i);
+    }
+    return;
+  }
+  // Never destroyed: workers outlive static destructors at exit.
+  static auto* workers = new Workers();
+  workers->run(n, fn);
+}
+
+} // namespace exactspec

@@ -1,0 +1,12 @@
+#pragma once
+
+#include <functional>
+
+namespace exactspec {
+
+// Calls fn(0) ... fn(n - 1), each once, on this thread and idle workers, and returns when all are
+// done. Threads claim items one by one, so a busy core delays nobody. Runs inline when called from
+// inside another parallel_for or while another caller has the workers. fn must not throw.
+void parallel_for(int n, const std::function<void(int)>& fn);
+
+} // namespace exactspec

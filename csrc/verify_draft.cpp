@@ -1,0 +1,186 @@
+#include "verify_draft.h"
+
+#include <memory>
+
+#include "dtypes.h"
+#include "noise.h"
+
+namespace exactspec {
+
+namespace {
+
+constexpr const char* kOp = "verify_draft";
+
+mx::Shape with(mx::Shape shape, std::initializer_list<int> core) {
+  shape.insert(shape.end(), core.begin(), core.end());
+  return shape;
+}
+
+void check_draft(const Draft& draft, const mx::Shape& batch_shape, int num_draft_tokens) {
+  if (draft.ids.has_value() != draft.probs.has_value()) {
+    bad_argument(
+        kOp,
+        draft.ids ? "draft_probs" : "draft_ids",
+        "draft_ids and draft_probs together",
+        "only one of them");
+  }
+  if (draft.logits && draft.ids) {
+    bad_argument(
+        kOp, "draft_logits", "either draft_logits or draft_ids and draft_probs", "all of them");
+  }
+  if (!draft.logits && draft.vocab) {
+    bad_argument(kOp, "draft_vocab", "None without draft_logits", describe(draft.vocab->shape()));
+  }
+  if (!draft.logits && draft.stats) {
+    bad_argument(kOp, "draft_stats", "None without draft_logits", describe(draft.stats->shape()));
+  }
+  auto rows_shape = [&](int width) { return with(batch_shape, {num_draft_tokens, width}); };
+  if (draft.logits) {
+    check_logits_dtype(kOp, "draft_logits", *draft.logits);
+    int width = draft.logits->ndim() > 0 ? draft.logits->shape(-1) : 0;
+    if (width < 1 || draft.logits->shape() != rows_shape(width)) {
+      auto expected = describe(with(batch_shape, {num_draft_tokens}));
+      expected.back() = ',';
+      bad_argument(
+          kOp, "draft_logits", "shape " + expected + " Vd]", describe(draft.logits->shape()));
+    }
+    if (draft.vocab) {
+      check_ids_dtype(kOp, "draft_vocab", *draft.vocab);
+      check_shape(kOp, "draft_vocab", *draft.vocab, {width});
+    }
+    if (draft.stats) {
+      check_dtype(kOp, "draft_stats", *draft.stats, {mx::float32});
+      check_shape(kOp, "draft_stats", *draft.stats, rows_shape(NUM_ROW_STATS));
+    }
+  }
+  if (draft.ids) {
+    check_ids_dtype(kOp, "draft_ids", *draft.ids);
+    int support = draft.ids->ndim() > 0 ? draft.ids->shape(-1) : 0;
+    if (draft.ids->ndim() == 0 || draft.ids->shape() != rows_shape(support)) {
+      auto expected = describe(with(batch_shape, {num_draft_tokens}));
+      expected.back() = ',';
+      bad_argument(kOp, "draft_ids", "shape " + expected + " S]", describe(draft.ids->shape()));
+    }
+    check_dtype(kOp, "draft_probs", *draft.probs, {mx::float32});
+    check_shape(kOp, "draft_probs", *draft.probs, draft.ids->shape());
+  }
+}
+
+} // namespace
+
+std::vector<mx::array> verify_draft(
+    const mx::array& target_logits,
+    const mx::array& draft_tokens,
+    const std::optional<mx::array>& draft_lengths,
+    const Draft& draft,
+    const Sampling& sampling,
+    const Sampling& draft_sampling,
+    const std::optional<mx::array>& uniforms,
+    const std::optional<mx::array>& keys,
+    const std::optional<mx::array>& token_bitmask,
+    Logprobs logprobs,
+    bool stats,
+    mx::StreamOrDevice stream_) {
+  auto stream = mx::to_stream(stream_);
+  check_cpu(kOp, stream);
+
+  check_logits_dtype(kOp, "target_logits", target_logits);
+  const auto& shape = target_logits.shape();
+  if (shape.size() < 2 || shape.size() > 3 || shape[shape.size() - 2] < 1 || shape.back() < 1) {
+    bad_argument(
+        kOp, "target_logits", "shape [B, K + 1, V] or [K + 1, V] with V >= 1", describe(shape));
+  }
+  mx::Shape batch_shape(shape.begin(), shape.end() - 2);
+  int num_draft_tokens = target_logits.shape(-2) - 1;
+  int vocab_size = target_logits.shape(-1);
+
+  check_ids_dtype(kOp, "draft_tokens", draft_tokens);
+  check_shape(kOp, "draft_tokens", draft_tokens, with(batch_shape, {num_draft_tokens}));
+  if (draft_lengths) {
+    check_dtype(kOp, "draft_lengths", *draft_lengths, {mx::int32});
+    check_shape(kOp, "draft_lengths", *draft_lengths, batch_shape);
+  }
+  check_draft(draft, batch_shape, num_draft_tokens);
+  if (token_bitmask) {
+    check_ids_dtype(kOp, "token_bitmask", *token_bitmask);
+    check_shape(
+        kOp,
+        "token_bitmask",
+        *token_bitmask,
+        with(batch_shape, {num_draft_tokens + 1, (vocab_size + 31) / 32}));
+  }
+
+  auto rows = draft.logits ? draft.logits : draft.ids;
+  std::vector<mx::array> inputs{
+      target_logits,
+      draft_tokens,
+      draft_lengths.value_or(absent()),
+      rows.value_or(absent()),
+      draft.probs.value_or(absent()),
+      draft.vocab.value_or(absent()),
+      draft.stats.value_or(absent()),
+      noise_input(kOp, uniforms, keys, batch_shape, num_draft_tokens + 2),
+      token_bitmask.value_or(absent())};
+  append_parameters(inputs, kOp, "sampling", sampling, batch_shape, stream);
+  append_parameters(inputs, kOp, "draft_sampling", draft_sampling, batch_shape, stream);
+
+  VerifyDraft::Options options{
+      draft.logits    ? DraftKind::Dense
+          : draft.ids ? DraftKind::Sparse
+                      : DraftKind::OneHot,
+      sampling.order,
+      draft_sampling.order,
+      logprobs,
+      stats,
+      keys.has_value(),
+      draft_lengths.has_value(),
+      draft.vocab.has_value(),
+      draft.stats.has_value(),
+      token_bitmask.has_value()};
+  return SequencePrimitive::build(std::make_shared<VerifyDraft>(stream, options), inputs);
+}
+
+std::vector<mx::Shape> VerifyDraft::output_shapes(const std::vector<mx::array>& inputs) {
+  const auto& logits = inputs[TargetLogits].shape();
+  mx::Shape batch(logits.begin(), logits.end() - 2);
+  int num_rows = logits[logits.size() - 2];
+  std::vector<mx::Shape> shapes{with(batch, {num_rows}), batch, batch};
+  if (options_.logprobs != Logprobs::None) {
+    shapes.push_back(with(batch, {num_rows}));
+  }
+  if (options_.stats) {
+    shapes.insert(shapes.end(), 4, with(batch, {num_rows - 1}));
+  }
+  return shapes;
+}
+
+std::vector<mx::Dtype> VerifyDraft::output_dtypes() const {
+  std::vector<mx::Dtype> dtypes{mx::int32, mx::int32, mx::uint32};
+  int floats = (options_.logprobs != Logprobs::None) + (options_.stats ? 4 : 0);
+  dtypes.insert(dtypes.end(), floats, mx::float32);
+  return dtypes;
+}
+
+bool VerifyDraft::is_equivalent(const Primitive& other) const {
+  return options_ == static_cast<const VerifyDraft&>(other).options_;
+}
+
+std::shared_ptr<SequencePrimitive> VerifyDraft::clone() {
+  return std::make_shared<VerifyDraft>(stream(), options_);
+}
+
+std::vector<int> VerifyDraft::core_ranks() const {
+  std::vector<int> ranks(NumInputs, 0);
+  ranks[TargetLogits] = 2;
+  ranks[DraftTokens] = 1;
+  ranks[DraftLengths] = options_.has_lengths ? 0 : kShared;
+  ranks[DraftRows] = options_.draft != DraftKind::OneHot ? 2 : kShared;
+  ranks[DraftProbs] = options_.draft == DraftKind::Sparse ? 2 : kShared;
+  ranks[DraftVocab] = kShared;
+  ranks[DraftStats] = options_.has_draft_stats ? 2 : kShared;
+  ranks[Noise] = 1;
+  ranks[Bitmask] = options_.has_bitmask ? 2 : kShared;
+  return ranks;
+}
+
+} // namespace exactspec

@@ -1,0 +1,493 @@
+#include <limits>
+#include <memory>
+#include <numeric>
+#include <optional>
+
+#include "block_ops.h"
+#include "mlx/allocator.h"
+#include "mlx/backend/cpu/encoder.h"
+#include "noise.h"
+#include "row_cpu.h"
+#include "threads.h"
+#include "verify_draft.h"
+
+namespace exactspec {
+
+namespace {
+
+constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
+// A sparse draft's probabilities are taken as they are; more mass than this is a defect upstream.
+constexpr double kMaxSparseMass = 1.001;
+
+struct Entry {
+  int id;
+  int column;
+  bool operator<(const Entry& other) const {
+    return id != other.id ? id < other.id : column < other.column;
+  }
+};
+
+struct Job {
+  VerifyDraft::Options options;
+  int num_slots;
+  int vocab_size;
+  View target_logits, draft_tokens, draft_lengths, draft_rows, draft_probs, draft_vocab,
+      draft_stats;
+  NoiseView noise;
+  View bitmask;
+  SamplingViews sampling, draft_sampling;
+  int32_t* tokens;
+  int32_t* num_accepted;
+  uint32_t* status;
+  float* logprobs;
+  float* stats[4]; // accept_prob, overlap, target_entropy, draft_entropy
+  // Columns of a dense draft by the id they stand for; filled once per call.
+  std::vector<Entry> columns;
+};
+
+// One slot's draft distribution. Its probabilities are those of ids of the target's vocabulary.
+class DraftRow {
+ public:
+  DraftRow(const Job& job, const RowSampling& sampling, int b, int slot)
+      : kind_(job.options.draft), token_(*job.draft_tokens.at<int32_t>(b, slot)), job_(job) {
+    if (kind_ == DraftKind::Dense) {
+      row_ = make_row(job.draft_rows, b, slot);
+      read_dense(sampling, b, slot);
+    } else if (kind_ == DraftKind::Sparse) {
+      read_sparse(b, slot);
+    }
+  }
+
+  bool finite() const { return finite_; }
+
+  float prob(int token) const {
+    if (kind_ == DraftKind::OneHot) {
+      return token == token_ ? 1.0f : 0.0f;
+    }
+    if (kind_ == DraftKind::Dense && !job_.options.has_vocab) {
+      return dist_.prob(row_->logit(token), token);
+    }
+    float sum = 0;
+    if (kind_ == DraftKind::Dense) {
+      auto from = std::lower_bound(job_.columns.begin(), job_.columns.end(), Entry{token, 0});
+      for (; from != job_.columns.end() && from->id == token; ++from) {
+        sum += dist_.prob(row_->logit(from->column), from->column);
+      }
+    } else {
+      auto from = std::lower_bound(sparse_.begin(), sparse_.end(), Entry{token, 0});
+      for (; from != sparse_.end() && from->id == token; ++from) {
+        sum += probs_[from->column];
+      }
+    }
+    return sum;
+  }
+
+  // Probabilities of ids [first, first + n) into out.
+  void load(int first, int n, float* out) const {
+    if (kind_ == DraftKind::Dense && !job_.options.has_vocab) {
+      int inside = std::clamp(row_->size - first, 0, n);
+      float x[DRAW_BLOCK];
+      row_->load(first, inside, x);
+      dist_.weights(x, first, inside, out);
+      block_scale(out, dist_.scale(), inside);
+      std::fill(out + inside, out + n, 0.0f);
+      return;
+    }
+    std::fill(out, out + n, 0.0f);
+    if (kind_ == DraftKind::OneHot) {
+      if (token_ >= first && token_ < first + n) {
+        out[token_ - first] = 1;
+      }
+      return;
+    }
+    const auto& entries = kind_ == DraftKind::Dense ? job_.columns : sparse_;
+    auto from = std::lower_bound(entries.begin(), entries.end(), Entry{first, 0});
+    for (; from != entries.end() && from->id < first + n; ++from) {
+      out[from->id - first] += entry_prob(*from);
+    }
+  }
+
+  // In nats, over everything the draft can produce, repeated ids merged.
+  float entropy() const {
+    if (kind_ == DraftKind::OneHot) {
+      return 0;
+    }
+    if (kind_ == DraftKind::Dense && !job_.options.has_vocab) {
+      return exactspec::entropy(*row_, RowSummary{true, dist_, {}});
+    }
+    const auto& entries = kind_ == DraftKind::Dense ? job_.columns : sparse_;
+    double sum = 0;
+    for (size_t i = 0; i < entries.size();) {
+      double prob = 0;
+      size_t next = i;
+      for (; next < entries.size() && entries[next].id == entries[i].id; ++next) {
+        prob += entry_prob(entries[next]);
+      }
+      sum -= prob > 0 ? prob * std::log(prob) : 0;
+      i = next;
+    }
+    return static_cast<float>(sum);
+  }
+
+ private:
+  float entry_prob(const Entry& entry) const {
+    return kind_ == DraftKind::Dense ? dist_.prob(row_->logit(entry.column), entry.column)
+                                     : probs_[entry.column];
+  }
+
+  void read_dense(const RowSampling& sampling, int b, int slot) {
+    if (!job_.options.has_draft_stats) {
+      RowSummary summary = summarise(*row_, sampling);
+      finite_ = summary.finite;
+      dist_ = summary.dist;
+      return;
+    }
+    float stat[NUM_ROW_STATS];
+    for (int i = 0; i < NUM_ROW_STATS; ++i) {
+      stat[i] = *job_.draft_stats.at<float>(b, slot, i);
+      finite_ = finite_ && !std::isnan(stat[i]);
+    }
+    if (finite_) {
+      bool greedy = sampling.greedy();
+      dist_ = {
+          stat[STAT_MAX],
+          greedy ? 1.0f : sampling.temperature,
+          stat[STAT_LOG_NORM],
+          stat[STAT_CUTOFF],
+          static_cast<int>(std::clamp(stat[STAT_CUTOFF_ID], 0.0f, 0x1p30f)),
+          greedy};
+    }
+  }
+
+  void read_sparse(int b, int slot) {
+    auto support = static_cast<int>(job_.draft_rows.core_shape.back());
+    probs_.resize(support);
+    double mass = 0;
+    for (int i = 0; i < support; ++i) {
+      int id = *job_.draft_rows.at<int32_t>(b, slot, i);
+      if (id < 0) {
+        continue; // padding
+      }
+      float prob = *job_.draft_probs.at<float>(b, slot, i);
+      finite_ = finite_ && prob >= 0 && std::isfinite(prob);
+      probs_[i] = prob;
+      mass += prob;
+      sparse_.push_back({id, i});
+    }
+    finite_ = finite_ && mass <= kMaxSparseMass;
+    std::sort(sparse_.begin(), sparse_.end());
+  }
+
+  DraftKind kind_;
+  int token_;
+  const Job& job_;
+  bool finite_ = true;
+  std::optional<Row> row_; // dense
+  Distribution dist_{};
+  std::vector<Entry> sparse_; // sparse: ids in order, with their place in probs_
+  std::vector<float> probs_;
+};
+
+// Decides one sequence. Rows are read when they are first needed and at most once for their
+// normaliser, so the target's rows after a rejection are never touched.
+class Sequence {
+ public:
+  Sequence(const Job& job, int b)
+      : job_(job),
+        b_(b),
+        sampling_(job.sampling, job.options.order, b),
+        draft_sampling_(job.draft_sampling, job.options.draft_order, b),
+        targets_(job.num_slots + 1),
+        drafts_(job.num_slots) {}
+
+  void run() {
+    fill_outputs();
+    bool reads_draft = job_.options.draft == DraftKind::Dense;
+    if (!sampling_.valid() || (reads_draft && !draft_sampling_.valid())) {
+      status_ |= BAD_PARAMETER;
+    } else {
+      read_length();
+      int next = accept_prefix();
+      write_tokens(next);
+      if (job_.options.stats) {
+        write_stats();
+      }
+    }
+    job_.num_accepted[b_] = num_accepted_;
+    job_.status[b_] = status_;
+  }
+
+ private:
+  void flag_if(bool condition, Status bit) { status_ |= condition ? static_cast<uint32_t>(bit) : 0; }
+
+  int token(int slot) const { return *job_.draft_tokens.at<int32_t>(b_, slot); }
+
+  Row target_row(int i) const {
+    Row row = make_row(job_.target_logits, b_, i);
+    if (job_.options.has_bitmask) {
+      set_mask(row, job_.bitmask, b_, i);
+    }
+    return row;
+  }
+
+  const RowSummary& target(int i) {
+    if (!targets_[i]) {
+      targets_[i] = summarise(target_row(i), sampling_);
+    }
+    return *targets_[i];
+  }
+
+  const DraftRow& draft(int slot) {
+    if (!drafts_[slot]) {
+      drafts_[slot] = std::make_unique<DraftRow>(job_, draft_sampling_, b_, slot);
+    }
+    return *drafts_[slot];
+  }
+
+  float target_prob(int slot) {
+    int id = token(slot);
+    return id < job_.vocab_size ? target(slot).dist.prob(target_row(slot).logit(id), id) : 0.0f;
+  }
+
+  void fill_outputs() {
+    int num_rows = job_.num_slots + 1;
+    std::fill_n(job_.tokens + int64_t{b_} * num_rows, num_rows, PLACEHOLDER_TOKEN);
+    if (job_.logprobs) {
+      std::fill_n(job_.logprobs + int64_t{b_} * num_rows, num_rows, kNaN);
+    }
+    if (job_.options.stats) {
+      for (float* stat : job_.stats) {
+        std::fill_n(stat + int64_t{b_} * job_.num_slots, job_.num_slots, kNaN);
+      }
+    }
+  }
+
+  void read_length() {
+    if (job_.options.has_lengths) {
+      int given = *job_.draft_lengths.at<int32_t>(b_);
+      length_ = std::clamp(given, 0, job_.num_slots);
+      flag_if(length_ != given, OUT_OF_RANGE);
+      return;
+    }
+    while (length_ < job_.num_slots && token(length_) != PLACEHOLDER_TOKEN) {
+      ++length_;
+    }
+  }
+
+  // Whether the draft has a place for the token at all, whatever its probability there.
+  bool can_produce(int slot) const {
+    int id = token(slot);
+    const auto& options = job_.options;
+    if (id < 0) {
+      return false;
+    }
+    if (options.draft == DraftKind::Dense && options.has_vocab) {
+      auto found = std::lower_bound(job_.columns.begin(), job_.columns.end(), Entry{id, 0});
+      return found != job_.columns.end() && found->id == id;
+    }
+    if (options.draft == DraftKind::Dense) {
+      return id < job_.draft_rows.core_shape.back();
+    }
+    if (options.draft == DraftKind::Sparse && id >= job_.vocab_size) {
+      for (int i = 0; i < job_.draft_rows.core_shape.back(); ++i) {
+        if (*job_.draft_rows.at<int32_t>(b_, slot, i) == id) {
+          return true;
+        }
+      }
+    }
+    return id < job_.vocab_size;
+  }
+
+  // Returns the token after the accepted prefix, or a placeholder where a bad row ends it.
+  int accept_prefix() {
+    for (int i = 0; i < length_; ++i) {
+      if (!target(i).finite) {
+        status_ |= NON_FINITE_TARGET;
+        return PLACEHOLDER_TOKEN;
+      }
+      if (!can_produce(i)) {
+        status_ |= OUT_OF_RANGE;
+        return draw_target(i);
+      }
+      int id = token(i);
+      flag_if(id >= job_.vocab_size, OUT_OF_RANGE);
+      bool accepted;
+      if (target(i).dist.greedy) {
+        accepted = id == target(i).dist.cutoff_id;
+      } else {
+        if (!draft(i).finite()) {
+          status_ |= BAD_DRAFT;
+          return PLACEHOLDER_TOKEN;
+        }
+        double draft_prob = draft(i).prob(id);
+        flag_if(draft_prob == 0, ZERO_DRAFT_PROB);
+        // Strictly less: a token the target cannot produce stays out also when the coin is 0.
+        accepted = job_.noise.coin(b_, i) * draft_prob < target_prob(i);
+      }
+      if (!accepted) {
+        return target(i).dist.greedy ? target(i).dist.cutoff_id : draw_residual(i);
+      }
+      ++num_accepted_;
+    }
+    if (!target(length_).finite) {
+      status_ |= NON_FINITE_TARGET;
+      return PLACEHOLDER_TOKEN;
+    }
+    return draw_target(length_);
+  }
+
+  int draw_target(int i) {
+    float u[2];
+    job_.noise.pair(b_, u);
+    return draw(target_row(i), target(i), u);
+  }
+
+  // Unnormalised max(target - draft, 0) of ids [first, first + n).
+  void load_residual(int slot, int first, int n, float* out) {
+    float x[DRAW_BLOCK];
+    const Distribution& dist = target(slot).dist;
+    target_row(slot).load(first, n, x);
+    dist.weights(x, first, n, out);
+    draft(slot).load(first, n, x);
+    block_residual(out, dist.scale(), x, n);
+  }
+
+  int draw_residual(int slot) {
+    Row row = target_row(slot);
+    const auto& target_mass = target(slot).block_mass;
+    std::vector<double> mass(target_mass.size(), 0.0);
+    draft(slot); // made here, then only read by the threads below
+    for_each_block(row, [&](int block) {
+      if (target_mass[block] > 0) {
+        float r[DRAW_BLOCK];
+        int n = row.block_size(block);
+        load_residual(slot, block * DRAW_BLOCK, n, r);
+        mass[block] = block_sum(r, n);
+      }
+    });
+    float u[2];
+    job_.noise.pair(b_, u);
+    int id = draw(mass, row.size, u, [&](int first, int n, float* out) {
+      load_residual(slot, first, n, out);
+    });
+    // Only rounding leaves no mass: target and draft agree, so the target itself is the law.
+    return id < 0 ? draw_target(slot) : id;
+  }
+
+  void write_tokens(int next) {
+    int64_t row = int64_t{b_} * (job_.num_slots + 1);
+    for (int i = 0; i <= num_accepted_; ++i) {
+      int id = i < num_accepted_ ? token(i) : next;
+      job_.tokens[row + i] = id;
+      if (job_.logprobs && id >= 0) {
+        job_.logprobs[row + i] =
+            token_logprob(target_row(i), target(i), sampling_, id, job_.options.logprobs);
+      }
+    }
+  }
+
+  void write_stats() {
+    for (int i = 0; i < length_ && can_produce(i); ++i) {
+      int64_t at = int64_t{b_} * job_.num_slots + i;
+      if (target(i).finite) {
+        job_.stats[2][at] = entropy(target_row(i), target(i));
+      }
+      if (draft(i).finite()) {
+        job_.stats[3][at] = draft(i).entropy();
+      }
+      if (target(i).finite && draft(i).finite()) {
+        float draft_prob = draft(i).prob(token(i));
+        float prob = target_prob(i);
+        job_.stats[0][at] =
+            draft_prob > 0 ? std::min(1.0f, prob / draft_prob) : static_cast<float>(prob > 0);
+        job_.stats[1][at] = overlap(i);
+      }
+    }
+  }
+
+  float overlap(int slot) {
+    Row row = target_row(slot);
+    const RowSummary& summary = target(slot);
+    const DraftRow& draft_row = draft(slot);
+    std::vector<double> partial(row.num_blocks(), 0.0);
+    for_each_block(row, [&](int block) {
+      int first = block * DRAW_BLOCK;
+      int n = row.block_size(block);
+      float x[DRAW_BLOCK], w[DRAW_BLOCK];
+      row.load(first, n, x);
+      summary.dist.weights(x, first, n, w);
+      block_scale(w, summary.dist.scale(), n);
+      draft_row.load(first, n, x);
+      partial[block] = block_overlap(w, x, n);
+    });
+    return static_cast<float>(std::accumulate(partial.begin(), partial.end(), 0.0));
+  }
+
+  const Job& job_;
+  int b_;
+  RowSampling sampling_;
+  RowSampling draft_sampling_;
+  std::vector<std::optional<RowSummary>> targets_;
+  std::vector<std::unique_ptr<DraftRow>> drafts_;
+  int length_ = 0;
+  int num_accepted_ = 0;
+  uint32_t status_ = 0;
+};
+
+std::vector<Entry> sort_columns(const View& vocab) {
+  std::vector<Entry> columns(vocab.core_shape.back());
+  for (size_t i = 0; i < columns.size(); ++i) {
+    columns[i] = {*vocab.at<int32_t>(0, static_cast<int>(i)), static_cast<int>(i)};
+  }
+  if (!std::is_sorted(columns.begin(), columns.end())) {
+    std::sort(columns.begin(), columns.end());
+  }
+  return columns;
+}
+
+} // namespace
+
+void VerifyDraft::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) {
+  for (auto& out : outputs) {
+    out.set_data(mx::allocator::malloc(out.nbytes()));
+  }
+  int batch = static_cast<int>(outputs[1].size());
+  bool has_logprobs = options_.logprobs != Logprobs::None;
+  bool has_rows = options_.draft != DraftKind::OneHot;
+  auto view = [&](Input input, bool given, int core_rank) {
+    return View(inputs[input], given ? core_rank : 0);
+  };
+  auto job = std::make_shared<Job>(Job{
+      options_,
+      inputs[DraftTokens].shape(-1),
+      inputs[TargetLogits].shape(-1),
+      view(TargetLogits, true, 2),
+      view(DraftTokens, true, 1),
+      view(DraftLengths, true, 0),
+      view(DraftRows, has_rows, 2),
+      view(DraftProbs, options_.draft == DraftKind::Sparse, 2),
+      view(DraftVocab, options_.has_vocab, 1),
+      view(DraftStats, options_.has_draft_stats, 2),
+      NoiseView(inputs[Noise], options_.keyed, inputs[DraftTokens].shape(-1)),
+      view(Bitmask, options_.has_bitmask, 2),
+      SamplingViews(inputs, Parameters),
+      SamplingViews(inputs, DraftParameters),
+      outputs[0].data<int32_t>(),
+      outputs[1].data<int32_t>(),
+      outputs[2].data<uint32_t>(),
+      has_logprobs ? outputs[3].data<float>() : nullptr,
+      {},
+      {}});
+  for (int i = 0; options_.stats && i < 4; ++i) {
+    job->stats[i] = outputs[3 + has_logprobs + i].data<float>();
+  }
+  auto& encoder = mx::cpu::get_command_encoder(stream());
+  encoder.dispatch([job, batch] {
+    if (job->options.has_vocab) {
+      job->columns = sort_columns(job->draft_vocab);
+    }
+    parallel_for(batch, [&](int b) { Sequence(*job, b).run(); });
+  });
+}
+
+} // namespace exactspec

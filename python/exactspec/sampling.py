@@ -1,0 +1,71 @@
+"""Sampling parameters: how a row of logits becomes a distribution."""
+
+from __future__ import annotations
+
+import math
+from numbers import Integral, Real
+from typing import NamedTuple, Union
+
+import mlx.core as mx
+
+ORDERS = ("temperature_first", "temperature_last", "sequential")
+
+Number = Union[float, mx.array]
+
+
+class Sampling(NamedTuple):
+    """Temperature and filters that turn logits into a distribution.
+
+    Every field but ``order`` is a Python number, shared by the batch, or an array of shape
+    ``[B]`` with one value per sequence. Numbers are checked when an operation is built
+    (``ValueError``); a bad value in an array sets ``Status.BAD_PARAMETER`` for its sequence.
+    Inside ``mx.compile`` pass values that change between calls as arrays: a number is a constant.
+
+    Each filter keeps a prefix of the order "logit descending, then token id ascending", and at
+    least one token always stays, so a filter never breaks a tie at random.
+
+    Attributes:
+        temperature: ``>= 0``. Weights are ``exp((logit - max) / temperature)``; 0 puts all mass on
+            the largest logit (lowest id among ties). Below 2**-126 counts as 0.
+        top_k: keep exactly the first ``top_k`` tokens; ``<= 0`` or ``>= V`` is off.
+        top_p: keep a token while the mass strictly before it is ``< top_p``; 0 and 1 are off.
+        min_p: keep a token while its weight relative to the largest is ``>= min_p``; 0 is off.
+        order: on which masses the filters are measured.
+            ``"temperature_first"``: temper, measure each filter on the full tempered
+            distribution, keep the intersection.
+            ``"temperature_last"`` (mlx-lm's ``make_sampler``): measure each filter on the full
+            untempered distribution, then temper the survivors.
+            ``"sequential"`` (Hugging Face): temper; top_k; top_p on the renormalised survivors;
+            min_p.
+    """
+
+    temperature: Number = 1.0
+    top_k: int | mx.array = 0
+    top_p: Number = 1.0
+    min_p: Number = 0.0
+    order: str = "temperature_first"
+
+
+def check_sampling(op: str, argument: str, sampling: Sampling) -> None:
+    """Raise ``TypeError`` or ``ValueError`` unless the Python numbers of ``sampling`` are legal."""
+    if not isinstance(sampling, Sampling):
+        raise TypeError(
+            f"[{op}] {argument}: expected exactspec.Sampling, got {type(sampling).__name__}"
+        )
+    if sampling.order not in ORDERS:
+        raise ValueError(
+            f"[{op}] {argument}.order: expected one of {', '.join(ORDERS)}, got {sampling.order!r}"
+        )
+    limits = {"temperature": math.inf, "top_p": 1.0, "min_p": 1.0}
+    for field, value in zip(sampling._fields, sampling[:4]):
+        if isinstance(value, mx.array):
+            continue
+        name = f"{argument}.{field}"
+        if isinstance(value, bool) or not isinstance(value, Real):
+            raise TypeError(f"[{op}] {name}: expected a number or an array, got {value!r}")
+        if field == "top_k":
+            if not isinstance(value, Integral):
+                raise TypeError(f"[{op}] {name}: expected an integer or an array, got {value!r}")
+        elif not (0 <= value <= limits[field] and math.isfinite(value)):
+            expected = "finite and >= 0" if field == "temperature" else "in [0, 1]"
+            raise ValueError(f"[{op}] {name}: expected a value {expected}, got {value!r}")
