@@ -57,10 +57,18 @@ inline void check_shape(
   }
 }
 
-inline void check_cpu(const char* op, mx::Stream stream) {
-  if (stream.device != mx::Device::cpu) {
-    bad_argument(op, "stream", "a CPU stream or device (there is no GPU backend yet)", "a GPU one");
+// The stream to run on; only CPU streams have a backend so far.
+inline mx::Stream cpu_stream(const char* op, mx::StreamOrDevice s) {
+  const char* expected = "a CPU stream or device (there is no GPU backend yet)";
+  try {
+    auto stream = mx::to_stream(s);
+    if (stream.device == mx::Device::cpu) {
+      return stream;
+    }
+  } catch (const std::invalid_argument&) {
+    // MLX was built without the device that was named.
   }
+  bad_argument(op, "stream", expected, "a GPU one");
 }
 
 } // namespace exactspec

@@ -20,9 +20,8 @@ std::vector<mx::array> sample(
     const std::optional<mx::array>& keys,
     const std::optional<mx::array>& token_bitmask,
     Logprobs logprobs,
-    mx::StreamOrDevice stream_) {
-  auto stream = mx::to_stream(stream_);
-  check_cpu(kOp, stream);
+    mx::StreamOrDevice stream_or_device) {
+  auto stream = cpu_stream(kOp, stream_or_device);
   check_logits_dtype(kOp, "logits", logits);
   if (logits.ndim() < 1 || logits.ndim() > 2 || logits.shape(-1) < 1) {
     bad_argument(kOp, "logits", "shape [B, V] or [V] with V >= 1", describe(logits.shape()));

@@ -24,7 +24,7 @@ std::vector<mx::array> sample(
     const std::optional<mx::array>& keys,
     const std::optional<mx::array>& token_bitmask,
     Logprobs logprobs,
-    mx::StreamOrDevice stream);
+    mx::StreamOrDevice stream_or_device);
 
 class Sample : public SequencePrimitive {
  public:

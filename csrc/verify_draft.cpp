@@ -80,9 +80,8 @@ std::vector<mx::array> verify_draft(
     const std::optional<mx::array>& token_bitmask,
     Logprobs logprobs,
     bool stats,
-    mx::StreamOrDevice stream_) {
-  auto stream = mx::to_stream(stream_);
-  check_cpu(kOp, stream);
+    mx::StreamOrDevice stream_or_device) {
+  auto stream = cpu_stream(kOp, stream_or_device);
 
   check_logits_dtype(kOp, "target_logits", target_logits);
   const auto& shape = target_logits.shape();

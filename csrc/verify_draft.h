@@ -44,7 +44,7 @@ std::vector<mx::array> verify_draft(
     const std::optional<mx::array>& token_bitmask,
     Logprobs logprobs,
     bool stats,
-    mx::StreamOrDevice stream);
+    mx::StreamOrDevice stream_or_device);
 
 class VerifyDraft : public SequencePrimitive {
  public:

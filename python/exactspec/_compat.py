@@ -14,7 +14,7 @@ def check_extension() -> None:
         ) from error
     try:
         _ext.sample(
-            mx.zeros((1,)), (1.0, 0, 1.0, 0.0, 0), mx.zeros((2,)), None, None, 0, mx.cpu
+            mx.zeros((1,)), (1.0, 0.0, 1.0, 0.0, 0), mx.zeros((2,)), None, None, 0, mx.cpu
         )
     except TypeError as error:
         raise ImportError(

@@ -15,7 +15,7 @@ PLACEHOLDER_TOKEN = _ext.PLACEHOLDER_TOKEN
 
 LOGPROBS = (None, "raw", "filtered")
 
-Stream = Union[mx.Stream, mx.Device, None]
+Stream = Union[mx.Stream, mx.Device, mx.DeviceType, None]
 
 
 class Status(IntFlag):
@@ -107,6 +107,12 @@ def check_arrays(op: str, **arguments) -> None:
             )
 
 
+def check_stream(op: str, stream) -> None:
+    """Raise ``TypeError`` unless ``stream`` is something MLX can run on."""
+    if stream is not None and not isinstance(stream, (mx.Stream, mx.Device, mx.DeviceType)):
+        raise TypeError(f"[{op}] stream: expected an MLX stream or device, got {stream!r}")
+
+
 def check_choice(op: str, name: str, value, choices) -> None:
     """Raise ``ValueError`` unless ``value`` is one of ``choices``."""
     if not any(value is c or (isinstance(value, str) and value == c) for c in choices):
@@ -144,7 +150,8 @@ def check_draft_sampling(draft_logits, draft_sampling, sampling: Sampling) -> Sa
 
 
 def _pack(sampling: Sampling) -> tuple:
-    return (*sampling[:4], ORDERS.index(sampling.order))
+    numbers = (v if isinstance(v, mx.array) else float(v) for v in sampling[:4])
+    return (*numbers, ORDERS.index(sampling.order))
 
 
 def verify_draft(
@@ -248,6 +255,9 @@ def verify_draft(
     draft_sampling = check_draft_sampling(draft_logits, draft_sampling, sampling)
     check_rule(op, rule, ("token",), positions)
     check_choice(op, "logprobs", logprobs, LOGPROBS)
+    check_stream(op, stream)
+    if not isinstance(stats, bool):
+        raise TypeError(f"[{op}] stats: expected a bool, got {stats!r}")
     keys = resolve_noise(op, target_logits.shape[:-2], uniforms, keys)
     outputs = _ext.verify_draft(
         target_logits,
@@ -321,6 +331,7 @@ def sample(
     check_sampling(op, "sampling", sampling)
     check_rule(op, rule, ("independent",), positions)
     check_choice(op, "logprobs", logprobs, LOGPROBS)
+    check_stream(op, stream)
     keys = resolve_noise(op, logits.shape[:-1], uniforms, keys)
     tokens, status, row_stats, *rest = _ext.sample(
         logits, _pack(sampling), uniforms, keys, token_bitmask, LOGPROBS.index(logprobs), stream
