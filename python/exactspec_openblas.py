@@ -1,0 +1,60 @@
+"""Puts OpenBLAS in front of the reference BLAS that MLX's Linux wheels carry.
+
+A module of its own because it must run before ``mlx.core``, which ``exactspec`` imports.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import os
+import sys
+
+
+def use_openblas() -> None:
+    """Make MLX multiply matrices on the CPU with OpenBLAS, from the package scipy-openblas32.
+
+    With the reference BLAS a forward pass over several tokens costs nearly that many passes over
+    one, and drafting cannot pay. Does nothing where MLX uses another BLAS: on systems other than
+    Linux, or when a BLAS is already in front (``LD_PRELOAD``).
+
+    OpenBLAS runs on one thread unless the environment sets ``OPENBLAS_NUM_THREADS``: its further
+    threads spin between calls, which slows a machine that has other work to do.
+
+    Raises:
+        RuntimeError: ``mlx.core`` is already imported, so its BLAS is already bound.
+        FileNotFoundError: scipy-openblas32 is not installed.
+    """
+    if sys.platform != "linux" or hasattr(ctypes.CDLL(None), "cblas_sgemm"):
+        return
+    if "mlx.core" in sys.modules:
+        raise RuntimeError("[use_openblas] expected a call before mlx.core is imported")
+    openblas = ctypes.CDLL(_installed_file("scipy-openblas32", "libscipy_openblas.so"))
+    if "OPENBLAS_NUM_THREADS" not in os.environ:
+        openblas.scipy_openblas_set_num_threads(1)
+    forward = ctypes.CDLL(_installed_file("exactspec", "libblas_forward.so"), ctypes.RTLD_GLOBAL)
+    for function in ("sgemm", "dgemm", "cgemm"):
+        address = ctypes.cast(openblas[f"scipy_cblas_{function}"], ctypes.c_void_p)
+        ctypes.c_void_p.in_dll(forward, f"exactspec_{function}").value = address.value
+
+
+def main() -> None:
+    """Run the ``exactspec`` command, with OpenBLAS where MLX has only the reference BLAS."""
+    use_openblas()
+    from exactspec.cli import main as run
+
+    run()
+
+
+def _installed_file(distribution: str, name: str) -> str:
+    """Path of a file of an installed distribution, found without importing anything of it."""
+    try:
+        files = importlib.metadata.files(distribution) or []
+    except importlib.metadata.PackageNotFoundError:
+        files = []
+    for file in files:
+        if file.name == name:
+            return str(file.locate())
+    raise FileNotFoundError(
+        f"[use_openblas] {name} is not installed: run `pip install {distribution}`"
+    )
