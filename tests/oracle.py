@@ -1,0 +1,508 @@
+"""The law of ``verify_draft`` and ``sample`` in float64 NumPy: the reference that tests trust.
+
+It is written from the documented law alone, shares no code with the package, and goes through one
+sequence at a time, one step after the other, so that it can be checked by reading.
+
+Logits and parameters are rounded to float32 first, as the operations do, and computed in float64
+from there. Where float32 arithmetic may legitimately decide otherwise, the oracle says so: a *tie*
+is a sequence in which some decision lay within ``tolerances.TIE`` of its threshold.
+
+Words: ``target`` and ``draft`` are distributions after temperature and filters; a *row* is one
+distribution over ids ``0..V-1``; slot ``i`` holds draft token ``i`` and is judged by target row
+``i``; with ``n`` drafts, row ``n`` is the bonus row.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from tolerances import FLUSHED_WEIGHT, PROBABILITY, TIE
+
+DRAW_BLOCK = 2048
+PLACEHOLDER = -1
+NON_FINITE_TARGET, BAD_DRAFT, OUT_OF_RANGE, ZERO_DRAFT_PROB, BAD_PARAMETER = 1, 2, 4, 8, 32
+
+Number = float | np.ndarray
+
+
+class Sampling(NamedTuple):
+    """Each field but ``order`` is a number or an array ``[B]``."""
+
+    temperature: Number = 1.0
+    top_k: Number = 0
+    top_p: Number = 1.0
+    min_p: Number = 0.0
+    order: str = "temperature_first"
+
+    def of_sequence(self, b: int) -> Sampling:
+        """The parameters of sequence ``b``, as numbers."""
+        values = [v[b] if np.ndim(v) else v for v in self[:4]]
+        temperature, top_p, min_p = (float(np.float32(values[i])) for i in (0, 2, 3))
+        return Sampling(temperature, int(values[1]), top_p, min_p, self.order)
+
+    def bad(self) -> bool:
+        return not (np.isfinite(self.temperature) and self.temperature >= 0) or bool(
+            np.isnan(self.top_p) or np.isnan(self.min_p)
+        )
+
+    def greedy(self) -> bool:
+        return self.temperature < 2.0**-126
+
+
+DEFAULT = Sampling()
+
+
+class Row(NamedTuple):
+    """A filtered distribution, its four-number summary, and what float32 leaves in doubt."""
+
+    probs: np.ndarray  # [V]
+    stats: np.ndarray  # [4]: largest logit, log of the kept weights' sum, cutoff logit, cutoff id
+    in_doubt: np.ndarray  # [V] bool: ids a filter may or may not keep, or of a flushed weight
+    slack: float  # relative change of every probability if all the ids in doubt were kept, or none
+
+
+class Draft(NamedTuple):
+    """A draft distribution as the ids it can produce, with repetitions, and their probabilities."""
+
+    ids: np.ndarray  # [S]
+    probs: np.ndarray  # [S]
+    in_doubt: np.ndarray  # [S] bool
+    slack: float
+
+    def of(self, token: int) -> float:
+        return float(self.probs[self.ids == token].sum())
+
+    def over(self, size: int) -> np.ndarray:
+        """Probabilities of ids ``0..size-1``; the mass of other ids is left out."""
+        inside = (self.ids >= 0) & (self.ids < size)
+        return np.bincount(self.ids[inside], self.probs[inside], minlength=size)
+
+    def by_id(self) -> np.ndarray:
+        """One probability per distinct id."""
+        _, index = np.unique(self.ids, return_inverse=True)
+        return np.bincount(index, self.probs)
+
+
+class Stats(NamedTuple):
+    """Per draft slot, each ``[B, K]``; NaN at slots without a draft."""
+
+    accept_prob: np.ndarray
+    overlap: np.ndarray
+    target_entropy: np.ndarray
+    draft_entropy: np.ndarray
+
+
+class Verified(NamedTuple):
+    tokens: np.ndarray  # [B, K+1] int32
+    num_accepted: np.ndarray  # [B] int32
+    status: np.ndarray  # [B] uint32
+    logprobs: np.ndarray | None  # [B, K+1]
+    stats: Stats | None
+    ties: np.ndarray  # [B] bool: a decision in a reached slot was a tie
+    doubtful: np.ndarray  # [B, K+1] bool: row i's probabilities hang on a filter's tie
+
+
+class Sampled(NamedTuple):
+    tokens: np.ndarray  # [B] int32
+    status: np.ndarray  # [B] uint32
+    logprobs: np.ndarray | None  # [B]
+    row_stats: np.ndarray  # [B, 4]
+    ties: np.ndarray  # [B] bool
+    doubtful: np.ndarray  # [B] bool
+
+
+# From logits to a distribution
+
+
+def exact(values: np.ndarray) -> np.ndarray:
+    """Float32 values, in float64."""
+    return np.asarray(values, np.float32).astype(np.float64)
+
+
+def bad_logits(logits: np.ndarray) -> bool:
+    return bool(np.isnan(logits).any() or (logits == np.inf).any() or (logits == -np.inf).all())
+
+
+def masked(logits: np.ndarray, bitmask: np.ndarray | None) -> np.ndarray:
+    """Logits ``[V]`` with the ids whose bit is 0 in ``bitmask [ceil(V/32)]`` at -inf."""
+    if bitmask is None:
+        return logits
+    ids = np.arange(len(logits))
+    words = np.asarray(bitmask).astype(np.int64)[ids // 32]
+    return np.where((words >> (ids % 32)) & 1 == 1, logits, -np.inf)
+
+
+def kept_counts(weights: np.ndarray, sampling: Sampling) -> tuple[int, int, int]:
+    """How many ids the filters keep: surely, by the law, and possibly.
+
+    ``weights`` are relative to the largest and in the order of the cut: logit descending, then id
+    ascending. Every filter keeps a prefix, so the filters together keep the shortest one.
+    """
+    margins = np.array([-TIE, 0.0, TIE])
+    counts = np.full(3, len(weights))
+    if 0 < sampling.top_k < len(weights):
+        counts[:] = sampling.top_k
+    total = weights[: counts[1]].sum() if sampling.order == "sequential" else weights.sum()
+    if sampling.top_p not in (0.0, 1.0):
+        mass_before = np.concatenate([[0.0], np.cumsum(weights)[:-1]]) / total
+        top_p = [(mass_before < sampling.top_p + margin).sum() for margin in margins]
+        counts = np.minimum(counts, top_p)
+    if sampling.min_p != 0.0:
+        min_p = [(weights >= sampling.min_p - margin).sum() for margin in margins]
+        counts = np.minimum(counts, min_p)
+    sure, kept, possible = np.maximum(counts, 1)
+    return sure, kept, possible
+
+
+def distribution(logits: np.ndarray, sampling: Sampling) -> Row:
+    """The distribution of one good row of logits ``[V]`` under the parameters of one sequence."""
+    logits = exact(logits)
+    order = np.argsort(-logits, kind="stable")
+    below = logits[order] - logits[order[0]]
+    with np.errstate(over="ignore"):
+        if sampling.greedy():
+            tempered = (np.arange(len(below)) == 0).astype(np.float64)
+        else:
+            tempered = np.exp(below / sampling.temperature)
+    untempered = np.exp(below)
+    measured = untempered if sampling.order == "temperature_last" else tempered
+    sure, kept, possible = (1, 1, 1) if sampling.greedy() else kept_counts(measured, sampling)
+
+    total = tempered[:kept].sum()
+    probs, in_doubt = np.zeros(len(logits)), np.zeros(len(logits), bool)
+    probs[order[:kept]] = tempered[:kept] / total
+    in_doubt[order[sure:possible]] = True
+    flushed = (tempered > 0) & (tempered < FLUSHED_WEIGHT)
+    in_doubt[order[:possible][flushed[:possible]]] = True
+    slack = tempered[:possible].sum() / tempered[:sure].sum() - 1
+    cutoff = order[kept - 1]
+    stats = np.array([logits[order[0]], np.log(total), logits[cutoff], cutoff])
+    return Row(probs, stats, in_doubt, slack)
+
+
+def dense_draft(logits: np.ndarray, vocab: np.ndarray | None, sampling: Sampling) -> Draft | None:
+    """The draft of one row of draft logits ``[Vd]``; None if the row is bad."""
+    if bad_logits(exact(logits)):
+        return None
+    row = distribution(logits, sampling)
+    ids = np.arange(len(logits)) if vocab is None else np.asarray(vocab)
+    return Draft(ids, row.probs, row.in_doubt, row.slack)
+
+
+def sparse_draft(ids: np.ndarray, probs: np.ndarray) -> Draft | None:
+    """The draft of a support ``[S]`` and its final probabilities; None if they are bad."""
+    listed = np.asarray(ids) >= 0
+    ids, probs = np.asarray(ids)[listed], exact(probs)[listed]
+    if not np.isfinite(probs).all() or (probs < 0).any() or probs.sum() > 1.001:
+        return None
+    return Draft(ids, probs, np.zeros(len(ids), bool), 0.0)
+
+
+def one_hot_draft(token: int) -> Draft:
+    return Draft(np.array([token]), np.ones(1), np.zeros(1, bool), 0.0)
+
+
+# Drawing a token
+
+
+def pick(mass: np.ndarray, uniform: float, doubt: float, at_ends: bool) -> tuple[int, bool]:
+    """The first index whose inclusive cumulative mass is ``> uniform * total``, and if it is a tie.
+
+    A tie: a boundary of the chosen index lies within ``doubt`` of ``uniform * total``. The two ends
+    of the whole range count as boundaries only ``at_ends``: when ids without mass may have some.
+    """
+    cumulative = np.cumsum(mass)
+    total = cumulative[-1]
+    above = np.flatnonzero(cumulative > uniform * total)
+    index = above[0] if len(above) else np.flatnonzero(mass)[-1]
+    low = cumulative[index - 1] if index else 0.0
+    high = cumulative[index]
+    near_low = uniform * total - low <= doubt and (at_ends or low > 0)
+    near_high = high - uniform * total <= doubt and (at_ends or mass[index + 1 :].any())
+    return int(index), bool(near_low or near_high)
+
+
+def draw(target: Row, draft: Draft | None, pair: np.ndarray) -> tuple[int, bool]:
+    """A token of the target, or of the residual ``max(target - draft, 0)``; and if it is a tie.
+
+    Inverse CDF in id order, in two levels: ``pair[0]`` chooses a block of DRAW_BLOCK ids,
+    ``pair[1]`` the id inside it.
+    """
+    size = len(target.probs)
+    taken = np.zeros(size) if draft is None else draft.over(size)
+    weights = np.maximum(target.probs - taken, 0.0)
+    rounding = PROBABILITY * (target.probs + taken)
+    slack = target.slack + (0.0 if draft is None else draft.slack)
+    # Where both are equal up to rounding, float32 may leave an id mass that the law does not.
+    unclear = ((target.probs > 0) & (taken > 0) & (abs(target.probs - taken) <= rounding)).any()
+    at_ends = slack > 0 or bool(unclear)
+
+    no_mass = weights.sum() == 0
+    tie = draft is not None and weights.sum() <= rounding.sum() + slack and at_ends
+    if no_mass:
+        weights = target.probs
+
+    starts = np.arange(0, size, DRAW_BLOCK)
+    blocks, block_rounding = (np.add.reduceat(x, starts) for x in (weights, rounding))
+    block, tie_1 = pick(blocks, pair[0], TIE * blocks.sum() + rounding.sum() + slack, at_ends)
+    inside = weights[starts[block] : starts[block] + DRAW_BLOCK]
+    doubt = TIE * blocks[block] + block_rounding[block] + slack
+    offset, tie_2 = pick(inside, pair[1], doubt, at_ends)
+    token = int(starts[block]) + offset
+    return token, bool(tie or tie_1 or tie_2 or target.in_doubt[token])
+
+
+# The operations
+
+
+def entropy(probs: np.ndarray) -> float:
+    """In nats."""
+    positive = probs[probs > 0]
+    return float(-(positive * np.log(positive)).sum())
+
+
+def raw_logprob(logits: np.ndarray, token: int) -> float:
+    """Log-softmax of the logits as given: NaN if a masked one among them is bad."""
+    logits = exact(logits)
+    top = logits.max()
+    with np.errstate(invalid="ignore"):
+        return float(logits[token] - top - np.log(np.exp(logits - top).sum()))
+
+
+class Sequence(NamedTuple):
+    """What ``verify_draft`` is given for one sequence: its inputs without the batch axis."""
+
+    target_logits: np.ndarray  # [K+1, V]
+    draft_tokens: list[int]  # K
+    draft_logits: np.ndarray | None  # [K, Vd]
+    draft_ids: np.ndarray | None  # [K, S]
+    draft_probs: np.ndarray | None  # [K, S]
+    draft_vocab: np.ndarray | None  # [Vd]
+    draft_length: int | None
+    draft_stats: np.ndarray | None  # [K, 4]
+    sampling: Sampling
+    draft_sampling: Sampling
+    uniforms: np.ndarray  # [K+2]
+    token_bitmask: np.ndarray | None  # [K+1, ceil(V/32)]
+
+    def num_draft_tokens(self) -> int:
+        if self.draft_length is not None:
+            return min(max(self.draft_length, 0), len(self.draft_tokens))
+        unused = [i for i, token in enumerate(self.draft_tokens) if token == PLACEHOLDER]
+        return unused[0] if unused else len(self.draft_tokens)
+
+    def target(self, i: int) -> Row | None:
+        """Target row ``i``; None if it is bad."""
+        bitmask = None if self.token_bitmask is None else self.token_bitmask[i]
+        logits = masked(exact(self.target_logits[i]), bitmask)
+        return None if bad_logits(logits) else distribution(logits, self.sampling)
+
+    def draft(self, i: int) -> Draft | None:
+        """The draft distribution of slot ``i``; None if it is bad."""
+        if self.draft_logits is not None:
+            # draft_stats restate the row, so that there is nothing in them to use but a NaN.
+            if self.draft_stats is not None and np.isnan(self.draft_stats[i]).any():
+                return None
+            return dense_draft(self.draft_logits[i], self.draft_vocab, self.draft_sampling)
+        if self.draft_ids is not None:
+            return sparse_draft(self.draft_ids[i], self.draft_probs[i])
+        return one_hot_draft(self.draft_tokens[i])
+
+    def producible(self, i: int) -> bool:
+        """Whether the draft has a place for the token of slot ``i``, whatever its probability."""
+        token, vocab_size = self.draft_tokens[i], self.target_logits.shape[1]
+        if token < 0:
+            return False
+        if self.draft_logits is not None:
+            if self.draft_vocab is None:
+                return token < self.draft_logits.shape[1]
+            return bool((self.draft_vocab == token).any())
+        if self.draft_ids is not None and (self.draft_ids[i] == token).any():
+            return True
+        return token < vocab_size
+
+
+class Decision(NamedTuple):
+    num_accepted: int
+    next_token: int  # residual or bonus token; PLACEHOLDER if there is none
+    status: int
+    tie: bool
+
+
+def decide(given: Sequence) -> Decision:
+    """Accept a prefix of the draft and draw the token after it."""
+    status, tie = 0, False
+    n = given.num_draft_tokens()
+    if given.sampling.bad() or (given.draft_logits is not None and given.draft_sampling.bad()):
+        return Decision(0, PLACEHOLDER, BAD_PARAMETER, False)
+    if given.draft_length not in (None, n):
+        status |= OUT_OF_RANGE
+    coins, pair = np.split(exact(given.uniforms), [-2])
+
+    for i in range(n):
+        target = given.target(i)
+        if target is None:
+            return Decision(i, PLACEHOLDER, status | NON_FINITE_TARGET, tie)
+        token = given.draft_tokens[i]
+        in_vocab = 0 <= token < len(target.probs)
+        if not given.producible(i):
+            token, draw_tie = draw(target, None, pair)
+            return Decision(i, token, status | OUT_OF_RANGE, tie or draw_tie)
+        if not in_vocab:
+            status |= OUT_OF_RANGE
+        target_prob = float(target.probs[token]) if in_vocab else 0.0
+
+        if given.sampling.greedy():  # the draft row is not read
+            if target_prob == 1:
+                continue
+            return Decision(i, int(target.probs.argmax()), status, tie)
+
+        draft = given.draft(i)
+        if draft is None:
+            return Decision(i, PLACEHOLDER, status | BAD_DRAFT, tie)
+        draft_prob = draft.of(token)
+        if draft_prob == 0:
+            status |= ZERO_DRAFT_PROB
+        threshold = coins[i] * draft_prob
+        margin = TIE * draft_prob + target.slack * target_prob + draft.slack * threshold
+        tie |= 0 < min(target_prob, draft_prob) and abs(threshold - target_prob) <= margin
+        tie |= in_vocab and bool(target.in_doubt[token])
+        tie |= bool(draft.in_doubt[draft.ids == token].any())
+        if not threshold < target_prob:
+            token, draw_tie = draw(target, draft, pair)
+            return Decision(i, token, status, tie or draw_tie)
+
+    target = given.target(n)
+    if target is None:
+        return Decision(n, PLACEHOLDER, status | NON_FINITE_TARGET, tie)
+    token, draw_tie = draw(target, None, pair)
+    return Decision(n, token, status, tie or draw_tie)
+
+
+def slot_stats(given: Sequence, i: int) -> tuple[list[float], bool]:
+    """The statistics of slot ``i``, NaN where they need a bad row; and whether they hang on a tie."""
+    target, draft = given.target(i), given.draft(i)
+    token, doubtful = given.draft_tokens[i], False
+    accept_prob = overlap = target_entropy = draft_entropy = np.nan
+    if target is not None:
+        in_vocab = token < len(target.probs)
+        target_entropy = entropy(target.probs)
+        doubtful |= target.slack > 0 or bool(in_vocab and target.in_doubt[token])
+    if draft is not None:
+        draft_entropy = entropy(draft.by_id())
+        doubtful |= draft.slack > 0 or bool(draft.in_doubt[draft.ids == token].any())
+    if target is not None and draft is not None:
+        target_prob = float(target.probs[token]) if in_vocab else 0.0
+        draft_prob = draft.of(token)
+        accept_prob = min(1.0, target_prob / draft_prob) if draft_prob else float(target_prob > 0)
+        overlap = float(np.minimum(target.probs, draft.over(len(target.probs))).sum())
+    return [accept_prob, overlap, target_entropy, draft_entropy], doubtful
+
+
+def verify_draft(
+    target_logits: np.ndarray,
+    draft_tokens: np.ndarray,
+    *,
+    draft_logits: np.ndarray | None = None,
+    draft_ids: np.ndarray | None = None,
+    draft_probs: np.ndarray | None = None,
+    draft_vocab: np.ndarray | None = None,
+    draft_lengths: np.ndarray | None = None,
+    draft_stats: np.ndarray | None = None,
+    sampling: Sampling = DEFAULT,
+    draft_sampling: Sampling | None = None,
+    uniforms: np.ndarray,
+    token_bitmask: np.ndarray | None = None,
+    logprobs: str | None = None,
+    stats: bool = False,
+) -> Verified:
+    """``rule="token"`` on a batch: shapes as the operation's."""
+    B, K = target_logits.shape[0], target_logits.shape[1] - 1
+    tokens = np.full((B, K + 1), PLACEHOLDER, np.int32)
+    num_accepted, status = np.zeros(B, np.int32), np.zeros(B, np.uint32)
+    logs = np.full((B, K + 1), np.nan)
+    statistics = Stats(*(np.full((B, K), np.nan) for _ in Stats._fields))
+    ties, doubtful = np.zeros(B, bool), np.zeros((B, K + 1), bool)
+
+    def of_sequence(values: np.ndarray | None, b: int) -> np.ndarray | None:
+        return None if values is None else np.asarray(values)[b]
+
+    for b in range(B):
+        given = Sequence(
+            target_logits[b],
+            [int(token) for token in draft_tokens[b]],
+            of_sequence(draft_logits, b),
+            of_sequence(draft_ids, b),
+            of_sequence(draft_probs, b),
+            draft_vocab,
+            None if draft_lengths is None else int(draft_lengths[b]),
+            of_sequence(draft_stats, b),
+            sampling.of_sequence(b),
+            (draft_sampling or sampling).of_sequence(b),
+            uniforms[b],
+            of_sequence(token_bitmask, b),
+        )
+        accepted, next_token, status[b], ties[b] = decide(given)
+        num_accepted[b] = accepted
+        tokens[b, :accepted] = draft_tokens[b, :accepted]
+        tokens[b, accepted] = next_token
+        if status[b] & BAD_PARAMETER:
+            continue
+
+        for i in range(accepted + (next_token != PLACEHOLDER)):
+            target = given.target(i)
+            doubtful[b, i] = target.slack > 0
+            if logprobs == "raw":
+                logs[b, i] = raw_logprob(target_logits[b, i], tokens[b, i])
+            elif logprobs == "filtered":
+                logs[b, i] = np.log(target.probs[tokens[b, i]])
+        for i in range(given.num_draft_tokens() if stats else 0):
+            if not given.producible(i):  # the draft ends here
+                break
+            slot, hangs_on_tie = slot_stats(given, i)
+            for values, value in zip(statistics, slot):
+                values[b, i] = value
+            doubtful[b, i] |= hangs_on_tie
+
+    return Verified(
+        tokens,
+        num_accepted,
+        status,
+        logs if logprobs else None,
+        statistics if stats else None,
+        ties,
+        doubtful,
+    )
+
+
+def sample(
+    logits: np.ndarray,
+    sampling: Sampling = DEFAULT,
+    *,
+    uniforms: np.ndarray,
+    token_bitmask: np.ndarray | None = None,
+    logprobs: str | None = None,
+) -> Sampled:
+    """``rule="independent"`` on a batch: shapes as the operation's."""
+    B = len(logits)
+    tokens, status = np.full(B, PLACEHOLDER, np.int32), np.zeros(B, np.uint32)
+    logs, row_stats = np.full(B, np.nan), np.full((B, 4), np.nan)
+    ties, doubtful = np.zeros(B, bool), np.zeros(B, bool)
+    for b in range(B):
+        row_sampling = sampling.of_sequence(b)
+        allowed = None if token_bitmask is None else token_bitmask[b]
+        row_logits = masked(exact(logits[b]), allowed)
+        if row_sampling.bad():
+            status[b] |= BAD_PARAMETER
+        elif bad_logits(row_logits):
+            status[b] |= NON_FINITE_TARGET
+        else:
+            row = distribution(row_logits, row_sampling)
+            tokens[b], ties[b] = draw(row, None, exact(uniforms[b]))
+            row_stats[b], doubtful[b] = row.stats, row.slack > 0
+            if logprobs == "raw":
+                logs[b] = raw_logprob(logits[b], tokens[b])
+            elif logprobs == "filtered":
+                logs[b] = np.log(row.probs[tokens[b]])
+    return Sampled(tokens, status, logs if logprobs else None, row_stats, ties, doubtful)

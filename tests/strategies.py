@@ -1,0 +1,304 @@
+"""Hypothesis strategies: whole inputs of the operations, as an operation and as the oracle take them.
+
+Hypothesis chooses what kind of input it is; the numbers come from a seed, so that large
+vocabularies stay cheap.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import hypothesis.strategies as st
+import mlx.core as mx
+import numpy as np
+import oracle
+from exactspec import Sampling
+
+VOCAB_SIZES = (1, 2, 3, 5, 8, 31, 32, 33, 100, 257, 2047, 2048, 2049, 4096, 4100)
+DTYPES = (mx.float32, mx.float16, mx.bfloat16)
+LAYOUTS = ("contiguous", "offset", "transposed", "strided", "broadcast")
+DRAFT_KINDS = ("dense", "padded", "shorter", "vocab", "sparse", "one_hot")
+
+TEMPERATURES = (1.0, 0.5, 2.0, 0.1, 1e-12, 0.0)
+TOP_KS = (0, 1, 2, 3, 50, -1, 10**6)
+TOP_PS = (1.0, 0.0, 0.1, 0.5, 0.9, 0.999)
+MIN_PS = (0.0, 0.05, 0.3, 0.9)
+BAD_TEMPERATURES = (np.nan, np.inf, -1.0)
+
+
+class Layout(NamedTuple):
+    """An array as a view, and the buffer it is a view of."""
+
+    view: mx.array
+    buffer: mx.array
+
+
+class Problem(NamedTuple):
+    """Arguments of an operation (``Layout`` in place of arrays) and of the oracle (NumPy)."""
+
+    op: dict[str, Any]
+    law: dict[str, Any]
+    hand_over: bool = False  # the draft rows' statistics come from ``sample``
+
+    def arguments(self) -> dict[str, Any]:
+        return {k: v.view if isinstance(v, Layout) else v for k, v in self.op.items()}
+
+    def buffers(self) -> list[mx.array]:
+        return [v.buffer for v in self.op.values() if isinstance(v, Layout)]
+
+
+def poison(dtype: mx.Dtype) -> float:
+    """Large and finite: whoever reads padding gets it wrong, whoever masks NaN does not notice."""
+    return {mx.float16: 6e4, mx.float32: 3e38, mx.bfloat16: 3e38}.get(dtype, 2**30)
+
+
+def lay_out(values: np.ndarray, dtype: mx.Dtype, layout: str) -> Layout:
+    """``values [B, ...]`` as a view with the given strides into a buffer filled with poison.
+
+    ``"broadcast"`` wants values that do not differ along the batch.
+    """
+    values = mx.array(values).astype(dtype)
+    if layout == "contiguous" or 0 in values.shape:
+        return Layout(values, values)
+    if layout == "broadcast":
+        buffer = values[:1]
+        return Layout(mx.broadcast_to(buffer, values.shape), buffer)
+    if layout == "transposed" and values.ndim > 1:
+        # The leading axes swapped, and rows further apart than they are long.
+        order = (1, 0, *range(2, values.ndim)) if values.ndim > 2 else (0, 1)
+        shape = [values.shape[axis] for axis in order]
+        buffer = mx.full([*shape[:-1], shape[-1] + 3], poison(dtype), dtype)
+        buffer[..., : shape[-1]] = values.transpose(order)
+        return Layout(buffer[..., : shape[-1]].transpose(order), buffer)
+    if layout == "strided" or values.ndim == 1:
+        buffer = mx.full([*values.shape[:-1], 2 * values.shape[-1]], poison(dtype), dtype)
+        buffer[..., ::2] = values
+        return Layout(buffer[..., ::2], buffer)
+    assert layout in ("offset", "transposed")
+    buffer = mx.full([n + 3 for n in values.shape], poison(dtype), dtype)
+    inner = tuple(slice(2, 2 + n) for n in values.shape)
+    buffer[inner] = values
+    return Layout(buffer[inner], buffer)
+
+
+def rounded(values: np.ndarray, dtype: mx.Dtype) -> np.ndarray:
+    """What ``values`` become in ``dtype``, as float32."""
+    return np.array(mx.array(values).astype(dtype).astype(mx.float32))
+
+
+def logits_rows(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Rows of several shapes: smooth, peaked, full of equal values, masked, shifted far from 0."""
+    rows = rng.normal(size=shape)
+    for row in rows.reshape(-1, shape[-1]):
+        row *= rng.choice([0.5, 2.0, 8.0])
+        if rng.random() < 0.25:
+            row[:] = np.round(row)
+        if rng.random() < 0.25:
+            row[rng.random(len(row)) < 0.5] = -np.inf
+            row[rng.integers(len(row))] = 1.0
+        if rng.random() < 0.1:
+            row += rng.choice([-1000.0, 1000.0])
+    return rows.astype(np.float32)
+
+
+def spoil(rng: np.random.Generator, rows: np.ndarray) -> None:
+    """Make a few rows bad."""
+    for row in rows.reshape(-1, rows.shape[-1]):
+        if rng.random() < 0.04:
+            row[rng.integers(len(row))] = rng.choice([np.nan, np.inf])
+        if rng.random() < 0.01:
+            row[:] = -np.inf
+
+
+def random_bitmask(rng: np.random.Generator, shape: tuple[int, ...], vocab_size: int) -> np.ndarray:
+    words = rng.integers(0, 2**32, size=(*shape, (vocab_size + 31) // 32), dtype=np.uint64)
+    words[rng.random(shape) < 0.5] = 2**32 - 1
+    words[..., 0] |= 1
+    return words.astype(np.uint32).view(np.int32)
+
+
+@st.composite
+def samplings(draw, rng: np.random.Generator, B: int) -> tuple[Sampling, oracle.Sampling]:
+    """Parameters as numbers or arrays, a few array entries bad."""
+    values = []
+    for choices in (TEMPERATURES, TOP_KS, TOP_PS, MIN_PS):
+        if draw(st.booleans()):
+            values.append(draw(st.sampled_from(choices)))
+            continue
+        array = rng.choice(choices, size=B)
+        if choices is TEMPERATURES:
+            array = np.where(rng.random(B) < 0.03, rng.choice(BAD_TEMPERATURES, size=B), array)
+        elif choices is TOP_PS:
+            array = np.where(rng.random(B) < 0.5, rng.random(B), array)
+            array = np.where(rng.random(B) < 0.02, np.nan, array)
+        values.append(array.astype(np.int32 if choices is TOP_KS else np.float32))
+    order = draw(st.sampled_from(["temperature_first", "temperature_last", "sequential"]))
+    as_mx = [mx.array(v) if isinstance(v, np.ndarray) else v for v in values]
+    return Sampling(*as_mx, order), oracle.Sampling(*values, order)
+
+
+def random_uniforms(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """In [0, 1), the two ends included."""
+    uniforms = (rng.integers(0, 2**24, size=shape) / 2**24).astype(np.float32)
+    ends = rng.choice(np.array([0.0, 1 - 2.0**-24], np.float32), size=shape)
+    return np.where(rng.random(shape) < 0.1, ends, uniforms)
+
+
+def keyed_uniforms(keys: np.ndarray, K: int) -> np.ndarray:
+    """The uniforms ``[B, K+2]`` that ``keys [B, 2]`` stand for."""
+    noise = [np.array(mx.random.uniform(shape=(256,), key=mx.array(key))) for key in keys]
+    noise = np.array(noise).reshape(len(keys), 256)
+    return np.concatenate([noise[:, :K], noise[:, 254:]], axis=1)
+
+
+def add_noise(draw, rng, B: int, K: int, op: dict, law: dict, layout: str) -> None:
+    if draw(st.booleans()):
+        keys = rng.integers(0, 2**32, size=(B, 2), dtype=np.uint32)
+        keys[:] = keys[:1] if layout == "broadcast" else keys
+        op["keys"] = lay_out(keys, mx.uint32, layout)
+        law["uniforms"] = keyed_uniforms(keys, K)
+    else:
+        uniforms = random_uniforms(rng, (B, K + 2))
+        uniforms[:] = uniforms[:1] if layout == "broadcast" else uniforms
+        op["uniforms"] = lay_out(uniforms, mx.float32, layout)
+        law["uniforms"] = uniforms
+
+
+def draft_columns(rng, kind: str, V: int) -> np.ndarray:
+    """The id of each column of a dense draft."""
+    if kind == "padded":
+        return np.arange(V + int(rng.integers(1, 9)))
+    if kind == "shorter":
+        return np.arange(int(rng.integers(1, V + 1)))
+    if kind == "vocab":
+        return rng.integers(0, V + 3, size=int(rng.integers(1, min(V, 64) + 3))).astype(np.int32)
+    return np.arange(V)
+
+
+def dense_rows(rng, target: np.ndarray, columns: np.ndarray) -> np.ndarray:
+    """Draft logits near the target's, so that drafts are sometimes accepted and sometimes not."""
+    V = target.shape[-1]
+    inside = np.where(columns < V, columns, 0)
+    rows = target[:, :-1, inside]
+    strange = logits_rows(rng, (*rows.shape[:2], len(columns)))
+    usable = np.isfinite(rows) | (rows == -np.inf)
+    rows = np.where(usable & (columns < V), rows, strange)
+    unlike = rng.choice([0.0, 0.5, 3.0], size=(*rows.shape[:2], 1))
+    rows = rows + (unlike * rng.normal(size=rows.shape)).astype(np.float32)
+    dead = (rows == -np.inf).all(axis=-1, keepdims=True)
+    return np.where(dead, strange, rows).astype(np.float32)
+
+
+def sparse_rows(rng, target: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Supports ``[B, K, S]`` with padding and repeated ids; likely target tokens come first."""
+    B, rows, V = target.shape
+    S = int(rng.integers(1, 7))
+    likely = np.argsort(-np.nan_to_num(target[:, :-1]), axis=-1, kind="stable")
+    ids = rng.integers(0, V + 2, size=(B, rows - 1, S))
+    ids[..., : min(S, V) // 2] = likely[..., : min(S, V) // 2]
+    ids[rng.random(ids.shape) < 0.15] = -1
+    probs = rng.dirichlet(np.ones(S), size=(B, rows - 1)).reshape(ids.shape)
+    probs = np.where(ids >= 0, probs, 0.0)
+    with np.errstate(invalid="ignore"):
+        probs = np.nan_to_num(probs / probs.sum(axis=-1, keepdims=True))
+    faults = rng.choice([np.nan, np.inf, -0.5, 1.5], size=probs.shape)
+    spoiled = rng.random(probs.shape[:-1]) < 0.05
+    probs[spoiled, 0] = faults[spoiled, 0]
+    return ids.astype(np.int32), probs.astype(np.float32)
+
+
+def draft_tokens_for(rng, law: dict, sampling: oracle.Sampling, kind: str) -> np.ndarray:
+    """Tokens drawn from the draft; some are the target's best, any id, or unused."""
+    B, rows, V = law["target_logits"].shape
+    tokens = np.zeros((B, rows - 1), np.int32)
+    for b, i in np.ndindex(tokens.shape):
+        chance = rng.random()
+        draft = None
+        if kind == "sparse":
+            draft = oracle.sparse_draft(law["draft_ids"][b, i], law["draft_probs"][b, i])
+        elif kind != "one_hot" and not sampling.of_sequence(b).bad():
+            logits = law["draft_logits"][b, i]
+            draft = oracle.dense_draft(logits, law.get("draft_vocab"), sampling.of_sequence(b))
+        if chance < 0.05:
+            tokens[b, i] = rng.integers(-2, V + 4)
+        elif chance < 0.08:
+            tokens[b, i] = -1
+        elif chance < 0.3 or draft is None or draft.probs.sum() == 0:
+            tokens[b, i] = np.nan_to_num(law["target_logits"][b, i], nan=-np.inf).argmax()
+        else:
+            tokens[b, i] = rng.choice(draft.ids, p=draft.probs / draft.probs.sum())
+    return tokens
+
+
+@st.composite
+def verify_problems(draw) -> Problem:
+    """Inputs of ``verify_draft``."""
+    B, K = draw(st.integers(1, 4)), draw(st.integers(0, 4))
+    V = draw(st.sampled_from(VOCAB_SIZES))
+    kind = draw(st.sampled_from(DRAFT_KINDS))
+    dtype, draft_dtype = draw(st.sampled_from(DTYPES)), draw(st.sampled_from(DTYPES))
+    layout = draw(st.sampled_from(LAYOUTS))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    op, law = {}, {}
+
+    def put(name: str, values: np.ndarray, value_dtype: mx.Dtype, value_layout: str = layout):
+        if value_layout == "broadcast":
+            values = np.broadcast_to(values[:1], values.shape)
+        op[name] = lay_out(values, value_dtype, value_layout)
+        is_logits = name in ("target_logits", "draft_logits")
+        law[name] = rounded(values, value_dtype) if is_logits else values
+
+    target = logits_rows(rng, (B, K + 1, V))
+    spoil(rng, target)
+    put("target_logits", target, dtype)
+    op["sampling"], law["sampling"] = draw(samplings(rng, B))
+    draft_sampling = law["sampling"]
+    if kind not in ("sparse", "one_hot"):
+        columns = draft_columns(rng, kind, V)
+        drafts = dense_rows(rng, law["target_logits"], columns)
+        spoil(rng, drafts)
+        put("draft_logits", drafts, draft_dtype)
+        if kind == "vocab":
+            put("draft_vocab", columns, mx.int32, "strided" if layout == "strided" else "offset")
+        if draw(st.booleans()):
+            op["draft_sampling"], law["draft_sampling"] = draw(samplings(rng, B))
+            draft_sampling = law["draft_sampling"]
+    elif kind == "sparse":
+        ids, probs = sparse_rows(rng, law["target_logits"])
+        put("draft_ids", ids, mx.int32)
+        put("draft_probs", probs, mx.float32)
+    put("draft_tokens", draft_tokens_for(rng, law, draft_sampling, kind), mx.int32)
+    if draw(st.booleans()):
+        lengths = rng.integers(0, K + 1, size=B)
+        lengths = np.where(rng.random(B) < 0.1, rng.choice([-1, K + 1], size=B), lengths)
+        put("draft_lengths", lengths.astype(np.int32), mx.int32)
+    if draw(st.booleans()):
+        put("token_bitmask", random_bitmask(rng, (B, K + 1), V), mx.int32)
+    add_noise(draw, rng, B, K, op, law, layout)
+    op["logprobs"] = law["logprobs"] = draw(st.sampled_from([None, "raw", "filtered"]))
+    op["stats"] = law["stats"] = draw(st.booleans())
+    return Problem(op, law, hand_over="draft_logits" in op and draw(st.booleans()))
+
+
+@st.composite
+def sample_problems(draw) -> Problem:
+    """Inputs of ``sample``."""
+    B, V = draw(st.integers(1, 6)), draw(st.sampled_from(VOCAB_SIZES))
+    dtype, layout = draw(st.sampled_from(DTYPES)), draw(st.sampled_from(LAYOUTS))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    op, law = {}, {}
+    logits = logits_rows(rng, (B, V))
+    spoil(rng, logits)
+    if layout == "broadcast":
+        logits[:] = logits[:1]
+    op["logits"], law["logits"] = lay_out(logits, dtype, layout), rounded(logits, dtype)
+    op["sampling"], law["sampling"] = draw(samplings(rng, B))
+    if draw(st.booleans()):
+        bitmask = random_bitmask(rng, (B,), V)
+        if layout == "broadcast":
+            bitmask[:] = bitmask[:1]
+        op["token_bitmask"] = lay_out(bitmask, mx.int32, layout)
+        law["token_bitmask"] = bitmask
+    add_noise(draw, rng, B, 0, op, law, layout)
+    op["logprobs"] = law["logprobs"] = draw(st.sampled_from([None, "raw", "filtered"]))
+    return Problem(op, law)

@@ -1,0 +1,328 @@
+"""Emitted tokens follow the target, whatever the draft: by enumeration and by sampling."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import mlx.core as mx
+import numpy as np
+import oracle
+import pytest
+import scipy.stats
+from exactspec import Sampling
+from tolerances import CHI_SQUARE_P
+
+MASK = -np.inf
+
+
+# Stratified: midpoints of a grid over all uniforms, every possible draft by its probability
+
+
+class Scenario(NamedTuple):
+    """A target and a draft whose later rows depend on the draft tokens before them."""
+
+    num_draft_tokens: int = 1
+    vocab_size: int = 5
+    draft: str = "dense"
+    draft_size: int | None = None  # columns, where they are not the target's ids
+    sampling: Sampling = Sampling()
+    draft_sampling: Sampling | None = None
+    allowed: int | None = None  # bits of the target's allowed ids
+    masked_target: tuple[int, ...] = ()
+    masked_draft: tuple[int, ...] = ()
+    seed: int = 0
+
+
+SCENARIOS = {
+    "dense": Scenario(),
+    "dense-2": Scenario(2, vocab_size=4),
+    "two-ids": Scenario(2, vocab_size=2),
+    "eight-ids": Scenario(vocab_size=8),
+    "sparse": Scenario(draft="sparse"),
+    "sparse-2": Scenario(2, vocab_size=4, draft="sparse"),
+    "one-hot": Scenario(draft="one_hot"),
+    "one-hot-2": Scenario(2, vocab_size=4, draft="one_hot"),
+    "cold": Scenario(sampling=Sampling(temperature=0.5)),
+    "hot-2": Scenario(2, vocab_size=3, sampling=Sampling(temperature=2.0)),
+    "draft-temperature": Scenario(2, vocab_size=3, draft_sampling=Sampling(temperature=0.6)),
+    "draft-greedy": Scenario(draft_sampling=Sampling(temperature=0)),
+    "draft-untempered": Scenario(sampling=Sampling(temperature=1.7), draft_sampling=Sampling()),
+    "top-k": Scenario(vocab_size=8, sampling=Sampling(top_k=3)),
+    "top-k-target": Scenario(vocab_size=8, sampling=Sampling(top_k=3), draft_sampling=Sampling()),
+    "top-k-draft": Scenario(vocab_size=8, draft_sampling=Sampling(top_k=3)),
+    "top-p": Scenario(2, vocab_size=4, sampling=Sampling(top_p=0.8)),
+    "top-p-draft": Scenario(2, vocab_size=4, draft_sampling=Sampling(top_p=0.6)),
+    "min-p": Scenario(
+        vocab_size=8, sampling=Sampling(min_p=0.2), draft_sampling=Sampling(min_p=0.4)
+    ),
+    "all-filters": Scenario(
+        vocab_size=8, sampling=Sampling(temperature=1.5, top_k=5, top_p=0.85, min_p=0.1)
+    ),
+    "temperature-last": Scenario(
+        vocab_size=8, sampling=Sampling(temperature=2.0, top_p=0.7, order="temperature_last")
+    ),
+    "sequential": Scenario(
+        vocab_size=8, sampling=Sampling(top_k=5, top_p=0.7, min_p=0.1, order="sequential")
+    ),
+    "padded": Scenario(2, vocab_size=3, draft_size=5),
+    "shorter": Scenario(2, vocab_size=4, draft_size=3),
+    "vocab": Scenario(draft="vocab", draft_size=4),
+    "vocab-2": Scenario(2, vocab_size=4, draft="vocab", draft_size=5),
+    "bitmask": Scenario(2, vocab_size=4, allowed=0b1011),
+    "masked-logits": Scenario(vocab_size=6, masked_target=(0, 4), masked_draft=(1, 4)),
+}
+
+
+def grid_size(num_draft_tokens: int) -> int:
+    return 128 if num_draft_tokens == 1 else 32
+
+
+def context_logits(seed: int, context: tuple[int, ...], size: int) -> np.ndarray:
+    """Logits that depend on the tokens before."""
+    return np.random.default_rng([seed, *context]).normal(size=size).astype(np.float32) * 1.5
+
+
+def law_of(sampling: Sampling) -> oracle.Sampling:
+    return oracle.Sampling(*sampling).of_sequence(0)
+
+
+class Path(NamedTuple):
+    """One possible draft: its tokens, probability, and rows."""
+
+    tokens: tuple[int, ...]
+    prob: float
+    target_logits: np.ndarray  # [K+1, V]
+    draft_rows: dict[str, np.ndarray]  # draft arguments, each [K, ...]
+
+
+def enumerate_paths(scenario: Scenario) -> tuple[list[Path], np.ndarray | None]:
+    """All drafts of positive probability, and the draft's vocabulary."""
+    rng = np.random.default_rng(scenario.seed + 100)
+    V, columns = scenario.vocab_size, scenario.draft_size or scenario.vocab_size
+    vocab = None
+    if scenario.draft == "vocab":  # some id twice, one beyond the target's vocabulary
+        vocab = rng.permutation(np.append(rng.permutation(V)[: columns - 2], [1, V])).astype(
+            np.int32
+        )
+    draft_sampling = scenario.draft_sampling or scenario.sampling
+    paths = []
+
+    def target_logits(context):
+        logits = context_logits(scenario.seed, context, V)
+        logits[list(scenario.masked_target)] = MASK
+        return logits
+
+    def draft_rows(context) -> tuple[dict, np.ndarray, np.ndarray]:
+        """Arguments of one slot, and the ids and probabilities of its draft."""
+        logits = context_logits(scenario.seed + 50, context, columns)
+        logits[list(scenario.masked_draft)] = MASK
+        if scenario.draft == "one_hot":
+            return {}, np.array([logits.argmax()]), np.ones(1)
+        if scenario.draft == "sparse":
+            ids = np.append(np.argsort(-logits)[:3], -1).astype(np.int32)
+            ids = np.append(ids, ids[0]).astype(np.int32)  # padding, and an id that is repeated
+            probs = np.array([0.2, 0.35, 0.15, 0.0, 0.3], np.float32)
+            return {"draft_ids": ids, "draft_probs": probs}, ids, probs.astype(np.float64)
+        row = oracle.dense_draft(logits, vocab, law_of(draft_sampling))
+        return {"draft_logits": logits}, row.ids, row.probs
+
+    def extend(tokens, prob, rows):
+        if len(tokens) == scenario.num_draft_tokens:
+            contexts = [tokens[:i] for i in range(len(tokens) + 1)]
+            stacked = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+            targets = np.stack([target_logits(context) for context in contexts])
+            paths.append(Path(tokens, prob, targets, stacked))
+            return
+        row, ids, probs = draft_rows(tokens)
+        for token in np.unique(ids[probs > 0]):
+            extend((*tokens, int(token)), prob * probs[ids == token].sum(), [*rows, row])
+
+    extend((), 1.0, [])
+    return paths, vocab
+
+
+def midpoints(dimensions: int, grid: int) -> np.ndarray:
+    axis = ((np.arange(grid) + 0.5) / grid).astype(np.float32)
+    return np.stack(np.meshgrid(*[axis] * dimensions, indexing="ij"), axis=-1).reshape(
+        -1, dimensions
+    )
+
+
+def emit(verify, scenario: Scenario, grid: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Tokens ``[n, K+1]``, accepted ``[n]`` and weights ``[n]`` over all drafts and grid cells."""
+    paths, vocab = enumerate_paths(scenario)
+    K = scenario.num_draft_tokens
+    coins = midpoints(K + 1, grid)  # V is small: the first uniform of the pair has no effect
+    uniforms = mx.array(np.insert(coins, K, 0.5, axis=1))
+
+    def shared(row: np.ndarray) -> mx.array:
+        return mx.broadcast_to(mx.array(row), (len(coins), *row.shape))
+
+    options = {"sampling": scenario.sampling}
+    if vocab is not None:
+        options["draft_vocab"] = mx.array(vocab)
+    if scenario.draft_sampling is not None:
+        options["draft_sampling"] = scenario.draft_sampling
+    if scenario.allowed is not None:
+        options["token_bitmask"] = shared(np.full((K + 1, 1), scenario.allowed, np.int32))
+    results = [
+        verify(
+            shared(path.target_logits),
+            shared(np.array(path.tokens, np.int32)),
+            **{name: shared(rows) for name, rows in path.draft_rows.items()},
+            uniforms=uniforms,
+            **options,
+        )
+        for path in paths
+    ]
+    tokens = np.concatenate([np.array(result.tokens) for result in results])
+    num_accepted = np.concatenate([np.array(result.num_accepted) for result in results])
+    return tokens, num_accepted, np.repeat([path.prob for path in paths], len(coins)) / len(coins)
+
+
+def stratified_error(verify, scenario: Scenario, grid: int) -> float:
+    """The largest difference between an emitted frequency and the law.
+
+    For each context of accepted tokens, compared are the frequency of each next token with the
+    context's frequency times the target, and the frequency of each accepted draft with the
+    context's times min(target, draft), so that rejecting too much is an error as well.
+    """
+    paths, _ = enumerate_paths(scenario)
+    tokens, num_accepted, weights = emit(verify, scenario, grid)
+    assert weights.sum() == pytest.approx(1, abs=1e-6)  # sparse probabilities are float32
+    K, V = scenario.num_draft_tokens, scenario.vocab_size
+    bitmask = None if scenario.allowed is None else np.array([scenario.allowed], np.int32)
+
+    def frequencies(i: int, rows: np.ndarray) -> np.ndarray:
+        return np.bincount(tokens[rows, i], weights[rows], minlength=V)
+
+    errors = []
+    for i in range(K + 1):
+        for context in {path.tokens[:i] for path in paths}:
+            through = [path for path in paths if path.tokens[:i] == context]
+            logits = oracle.masked(through[0].target_logits[i], bitmask)
+            target = oracle.distribution(logits, law_of(scenario.sampling)).probs
+            here = (num_accepted >= i) & (tokens[:, :i] == np.array(context, np.int32)).all(axis=1)
+            mass = weights[here].sum()
+            errors.append(abs(frequencies(i, here) - mass * target).max())
+            if i < K:
+                draft = np.zeros(V)
+                for path in through:
+                    if path.tokens[i] < V:
+                        draft[path.tokens[i]] += path.prob
+                draft /= sum(path.prob for path in through)
+                accepted = frequencies(i, here & (num_accepted > i))
+                errors.append(abs(accepted - mass * np.minimum(target, draft)).max())
+    return max(errors)
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_stratified(backend, figure, name):
+    scenario = SCENARIOS[name]
+    grid = grid_size(scenario.num_draft_tokens)
+    error = stratified_error(backend.verify_draft, scenario, grid)
+    bound = (scenario.num_draft_tokens + 1) / grid
+    figure(f"stratified error (bound {bound:.4f})", error)
+    assert error <= bound
+
+
+def oracle_as_operation(target_logits, draft_tokens, **given):
+    """The oracle with the operation's arguments."""
+    for name in ("sampling", "draft_sampling"):
+        if name in given:
+            given[name] = oracle.Sampling(*given[name])
+    arrays = {k: np.array(v) if isinstance(v, mx.array) else v for k, v in given.items()}
+    return oracle.verify_draft(np.array(target_logits), np.array(draft_tokens), **arrays)
+
+
+@pytest.mark.parametrize("name", ["dense", "sparse", "one-hot", "all-filters", "padded", "vocab-2"])
+def test_stratified_oracle(name):
+    """The oracle itself is exact: it is not only another opinion."""
+    scenario = SCENARIOS[name]
+    grid = 12 if scenario.num_draft_tokens == 1 else 6
+    error = stratified_error(oracle_as_operation, scenario, grid)
+    assert error <= (scenario.num_draft_tokens + 1) / grid
+
+
+# Sampling: chi-square over keyed draws
+
+NUM_DRAWS = 200_000
+CHUNK = 4000
+
+
+def chi_square(tokens: np.ndarray, probs: np.ndarray, num_bins: int) -> tuple[float, float, int]:
+    """Statistic, its probability and degrees of freedom, over bins of about equal mass."""
+    order = np.argsort(-probs, kind="stable")
+    mass_before = np.concatenate([[0.0], np.cumsum(probs[order])[:-1]])
+    bins = np.empty(len(probs), int)
+    bins[order] = np.unique((mass_before * num_bins).astype(int), return_inverse=True)[1]
+    expected = np.bincount(bins, probs)
+    observed = np.bincount(bins[tokens], minlength=len(expected))
+    result = scipy.stats.chisquare(observed, expected / expected.sum() * len(tokens))
+    return float(result.statistic), float(result.pvalue), len(expected) - 1
+
+
+def first_tokens(
+    backend, target_logits, draft_logits, reuse_noise: bool = False
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Draft one token with ``sample``, verify it: tokens ``[n, 2]``, accepted, and status."""
+    results = []
+    for start in range(0, NUM_DRAWS, CHUNK):
+        draft_key, verify_key = mx.random.split(mx.random.key(start))
+        draft_keys = mx.random.split(draft_key, CHUNK)
+        verify_keys = draft_keys if reuse_noise else mx.random.split(verify_key, CHUNK)
+        target = mx.broadcast_to(target_logits, (CHUNK, *target_logits.shape))
+        draft = mx.broadcast_to(draft_logits, (CHUNK, *draft_logits.shape))
+        drawn = backend.sample(draft[:, 0], keys=draft_keys)
+        verified = backend.verify_draft(
+            target, drawn.tokens[:, None], draft_logits=draft, keys=verify_keys
+        )
+        results.append(
+            [np.array(x) for x in (verified.tokens, verified.num_accepted, verified.status)]
+        )
+    return tuple(np.concatenate(x) for x in zip(*results))
+
+
+NARROW = np.random.default_rng(16).normal(size=16).astype(np.float32) * 1.5
+
+
+def test_narrow_chi_square(backend, figure):
+    """V = 16 and a draft that is as wrong as can be: its logits are the target's negated."""
+    target = np.stack([NARROW, NARROW[::-1]])
+    tokens, num_accepted, status = first_tokens(backend, mx.array(target), mx.array(-NARROW[None]))
+    assert not status.any()
+    probs = [oracle.distribution(row, oracle.DEFAULT).probs for row in target]
+    for i in (0, 1):
+        emitted = tokens[num_accepted >= i, i]
+        statistic, p, dof = chi_square(emitted, probs[i], 10**6)
+        figure(
+            f"chi-square of token {i} ({dof} degrees of freedom, {len(emitted)} draws)", statistic
+        )
+        assert p > CHI_SQUARE_P
+
+
+def test_narrow_chi_square_sees_reused_noise(backend):
+    """The control: residual draws that reuse the draft's noise are biased, and that shows."""
+    target = np.stack([NARROW, NARROW])
+    tokens, _, _ = first_tokens(
+        backend, mx.array(target), mx.array(-NARROW[None]), reuse_noise=True
+    )
+    probs = oracle.distribution(NARROW, oracle.DEFAULT).probs
+    assert chi_square(tokens[:, 0], probs, 10**6)[1] < CHI_SQUARE_P
+
+
+def test_wide_chi_square(backend, figure):
+    """V = 4096, two blocks of the draw, bins of about 1 % of the mass."""
+    rng = np.random.default_rng(4096)
+    target = rng.normal(size=(2, 4096)).astype(np.float32) * 2
+    draft = target[:1] + rng.normal(size=(1, 4096)).astype(np.float32)
+    tokens, num_accepted, status = first_tokens(backend, mx.array(target), mx.array(draft))
+    assert not status.any()
+    for i in (0, 1):
+        emitted = tokens[num_accepted >= i, i]
+        probs = oracle.distribution(target[i], oracle.DEFAULT).probs
+        statistic, p, dof = chi_square(emitted, probs, 100)
+        figure(
+            f"chi-square of token {i} ({dof} degrees of freedom, {len(emitted)} draws)", statistic
+        )
+        assert p > CHI_SQUARE_P

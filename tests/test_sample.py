@@ -1,0 +1,183 @@
+"""``sample``: replayed against the float64 oracle, and single facts."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import oracle
+import pytest
+from exactspec import Sampling
+from hypothesis import given, settings
+from strategies import sample_problems
+from tolerances import LOGPROB, TIE_SHARE
+
+
+def kept(row_stats: np.ndarray, logits: np.ndarray) -> np.ndarray:
+    """The ids ``[V]`` of finite logit that a row's cutoff keeps."""
+    _, _, cutoff, cutoff_id = row_stats
+    ids = np.arange(len(logits))
+    before = (logits > cutoff) | ((logits == cutoff) & (ids <= cutoff_id))
+    return before & (logits > -np.inf)
+
+
+def check_replay(backend, problem) -> tuple[int, int]:
+    """Everything the operation returns against the oracle; how many rows, and ties, it saw."""
+    before = [np.array(buffer.astype(mx.float32)) for buffer in problem.buffers()]
+    result = backend.sample(**problem.arguments())
+    wanted = oracle.sample(**problem.law)
+
+    clear = ~wanted.ties
+    np.testing.assert_array_equal(np.array(result.tokens)[clear], wanted.tokens[clear])
+    np.testing.assert_array_equal(np.array(result.status)[clear], wanted.status[clear])
+    sure = clear & ~wanted.doubtful
+    assert (result.logprobs is None) == (wanted.logprobs is None)
+    if wanted.logprobs is not None:
+        np.testing.assert_allclose(
+            np.array(result.logprobs)[sure], wanted.logprobs[sure], rtol=LOGPROB, atol=LOGPROB
+        )
+    row_stats = np.array(result.row_stats)
+    np.testing.assert_array_equal(row_stats[:, 0], wanted.row_stats[:, 0].astype(np.float32))
+    np.testing.assert_allclose(
+        row_stats[sure, 1], wanted.row_stats[sure, 1], rtol=LOGPROB, atol=LOGPROB
+    )
+    for b in np.flatnonzero(~wanted.doubtful):
+        if np.isnan(wanted.row_stats[b]).any():
+            assert np.isnan(row_stats[b]).all()
+            continue
+        bitmask = problem.law.get("token_bitmask")
+        logits = oracle.masked(problem.law["logits"][b], None if bitmask is None else bitmask[b])
+        np.testing.assert_array_equal(
+            kept(row_stats[b], logits), kept(wanted.row_stats[b].astype(np.float32), logits)
+        )
+    for buffer, values in zip(problem.buffers(), before):  # inputs are never written to
+        np.testing.assert_array_equal(np.array(buffer.astype(mx.float32)), values)
+    return len(clear), int(wanted.ties.sum())
+
+
+def test_replay(backend, figure):
+    """The same uniforms give the oracle's ids, on all kinds of input."""
+    seen = []
+
+    @settings(max_examples=500, derandomize=True, deadline=None, database=None)
+    @given(sample_problems())
+    def replay(problem):
+        seen.append(check_replay(backend, problem))
+
+    replay()
+    rows, ties = np.sum(seen, axis=0)
+    figure("share of ties", ties / rows)
+    assert ties <= TIE_SHARE * rows
+
+
+def test_without_the_batch_axis(backend):
+    logits = mx.random.normal((3, 40), key=mx.random.key(0))
+    uniforms = mx.random.uniform(shape=(3, 2), key=mx.random.key(1))
+    bitmask = mx.full((3, 2), 0x5555555, mx.int32)
+    batch = backend.sample(logits, uniforms=uniforms, token_bitmask=bitmask, logprobs="raw")
+    for b in range(3):
+        row = backend.sample(
+            logits[b], uniforms=uniforms[b], token_bitmask=bitmask[b], logprobs="raw"
+        )
+        assert row.tokens.shape == row.status.shape == row.logprobs.shape == ()
+        for got, wanted in zip(row, batch):
+            np.testing.assert_array_equal(np.array(got), np.array(wanted)[b])
+
+
+def test_result_dtypes(backend):
+    result = backend.sample(mx.zeros((3, 5), mx.float16), logprobs="filtered")
+    assert [x.dtype for x in result] == [mx.int32, mx.uint32, mx.float32, mx.float32]
+    assert [x.shape for x in result] == [(3,), (3,), (3,), (3, 4)]
+
+
+def test_row_stats(backend):
+    """Largest logit; log of the kept weights' sum; logit and id of the last one kept."""
+    logits = mx.log(mx.array([[0.1, 0.4, 0.1, 0.3, 0.1]] * 4))
+    sampling = Sampling(temperature=mx.array([1.0, 1.0, 0.0, -1.0]), top_k=mx.array([4, 2, 4, 4]))
+    result = backend.sample(logits, sampling, uniforms=mx.zeros((4, 2)))
+    top, cut = np.log(np.float32(0.4)), np.log(np.float32(0.1))
+    wanted = [
+        [top, np.log(0.9 / 0.4), cut, 2],
+        [top, np.log(0.7 / 0.4), np.log(0.3), 3],
+        [top, 0, top, 1],
+        [np.nan] * 4,
+    ]
+    np.testing.assert_allclose(np.array(result.row_stats), wanted, rtol=LOGPROB, atol=LOGPROB)
+    assert result.status.tolist() == [0, 0, 0, 32]
+    assert result.tokens.tolist() == [0, 1, 1, -1]
+
+
+def test_ties_are_broken_by_id(backend):
+    """-0.0 equals +0.0; the lowest id comes first."""
+    logits = mx.array([[-1.0, -0.0, 0.0, 0.0, -0.0]])
+    largest = mx.full((1, 2), 1 - 2.0**-24)
+    assert backend.sample(logits, Sampling(temperature=0), uniforms=largest).tokens.item() == 1
+    assert backend.sample(logits, Sampling(top_k=2), uniforms=largest).tokens.item() == 2
+    assert backend.sample(logits, Sampling(top_k=3), uniforms=largest).tokens.item() == 3
+
+
+def test_two_levels(backend):
+    """Where there are several blocks of 2048, the first uniform chooses among them."""
+    logits = mx.full((1, 2048 * 3), -mx.inf)
+    logits[0, mx.array([5, 2100, 2200, 5000])] = 0.0
+    for pair, token in (
+        ((0.24, 0.9), 5),
+        ((0.26, 0.49), 2100),
+        ((0.26, 0.51), 2200),
+        ((0.74, 0.0), 2100),
+        ((0.76, 0.0), 5000),
+    ):
+        assert backend.sample(logits, uniforms=mx.array([pair])).tokens.item() == token
+
+
+def test_one_block_ignores_the_first_uniform(backend):
+    logits = mx.random.normal((200, 2048), key=mx.random.key(2))
+    uniforms = mx.random.uniform(shape=(200, 2), key=mx.random.key(3))
+    other = mx.stack([mx.random.uniform(shape=(200,), key=mx.random.key(4)), uniforms[:, 1]], 1)
+    tokens = [backend.sample(logits, uniforms=u).tokens.tolist() for u in (uniforms, other)]
+    assert tokens[0] == tokens[1]
+
+
+def test_keys_stand_for_mlx_uniforms(backend):
+    logits = mx.random.normal((5, 6000), key=mx.random.key(5))
+    keys = mx.random.split(mx.random.key(6), 5)
+    noise = mx.stack([mx.random.uniform(shape=(256,), key=key)[254:] for key in keys])
+    keyed = backend.sample(logits, keys=keys).tokens.tolist()
+    assert keyed == backend.sample(logits, uniforms=noise).tokens.tolist()
+
+
+def test_seed(backend):
+    logits = mx.zeros((4, 1000))
+
+    def draws(seed):
+        mx.random.seed(seed)
+        return [backend.sample(logits).tokens.tolist() for _ in range(2)]
+
+    first = draws(1)
+    assert first == draws(1)
+    assert first != draws(2)
+    assert first[0] != first[1]
+
+
+def test_one_bad_row_among_good_ones(backend):
+    logits = mx.zeros((4, 3))
+    logits[0, 1] = mx.nan
+    logits[1, 1] = mx.inf
+    logits[2] = -mx.inf
+    result = backend.sample(logits, uniforms=mx.full((4, 2), 0.5), logprobs="raw")
+    assert result.tokens.tolist() == [-1, -1, -1, 1]
+    assert result.status.tolist() == [1, 1, 1, 0]
+    assert np.isnan(np.array(result.logprobs)).tolist() == [True, True, True, False]
+
+
+def test_tail_probabilities_are_not_floored(backend):
+    """A block of mass 1e-9 is drawn from in proportion: u2 alone chooses inside a block."""
+    logits = mx.zeros((1, 4096))
+    logits[0, 2048:] = -40.0
+    result = backend.sample(logits, uniforms=mx.array([[1 - 2.0**-24, 0.25]]))
+    assert result.tokens.item() == 512
+
+
+@pytest.mark.parametrize("B", [0, 1])
+def test_empty(backend, B):
+    result = backend.sample(mx.zeros((B, 1)))
+    assert result.tokens.tolist() == [0] * B and result.row_stats.shape == (B, 4)

@@ -1,0 +1,508 @@
+"""``verify_draft`` on cases with known results, and replayed against the float64 oracle."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import oracle
+import pytest
+from exactspec import Sampling
+from hypothesis import given, settings
+from strategies import verify_problems
+from tolerances import LOGPROB, STATS, TIE_SHARE
+
+CASES = json.loads((Path(__file__).parent / "verify_draft.json").read_text())
+PARAMETERS = ("temperature", "top_k", "top_p", "min_p", "order")
+CASE_KEYS = {
+    *("name", "ref", "note", "expect", "rule", "dtype", "target_logits", "target_probs"),
+    *("draft_logits", "draft_probs", "draft_sparse", "draft_tokens", "draft_lengths"),
+    *("uniforms", "token_bitmask"),
+    *PARAMETERS,
+    *(f"draft_{name}" for name in PARAMETERS),
+}
+
+
+# Cases
+
+
+def logits_of(case: dict, side: str) -> np.ndarray | None:
+    """Logits of one side; probabilities by their logarithm."""
+    if f"{side}_logits" in case:
+        rows = [[[float(x) for x in row] for row in rows] for rows in case[f"{side}_logits"]]
+        return np.array(rows, np.float32)
+    if f"{side}_probs" in case:
+        with np.errstate(divide="ignore"):
+            return np.log(np.array(case[f"{side}_probs"])).astype(np.float32)
+    return None
+
+
+def parameters_of(case: dict) -> tuple[dict, dict | None]:
+    """Sampling parameters of the target and, where they differ, of the draft."""
+
+    def value(x):
+        return np.array(x, np.float32) if isinstance(x, list) else x
+
+    target = {name: value(case[name]) for name in PARAMETERS if name in case}
+    draft = {name: value(case[f"draft_{name}"]) for name in PARAMETERS if f"draft_{name}" in case}
+    return target, {**target, **draft} if draft else None
+
+
+def arguments_of(case: dict) -> dict:
+    """The arguments of a case as NumPy arrays, parameters as dictionaries."""
+    assert case.keys() <= CASE_KEYS, case.keys() - CASE_KEYS
+    sampling, draft_sampling = parameters_of(case)
+    arguments = {
+        "target_logits": logits_of(case, "target"),
+        "draft_tokens": np.array(case["draft_tokens"], np.int32),
+        "draft_logits": logits_of(case, "draft"),
+        "uniforms": np.array(case["uniforms"], np.float32),
+        "sampling": sampling,
+        "draft_sampling": draft_sampling,
+    }
+    if "draft_sparse" in case:
+        sparse = dict(case["draft_sparse"])
+        arguments["draft_ids"] = np.array(sparse.pop("ids"), np.int32)
+        arguments["draft_probs"] = np.array(sparse.pop("probs"), np.float32)
+        assert not sparse
+    for name in ("draft_lengths", "token_bitmask"):
+        if name in case:
+            arguments[name] = np.array(case[name], np.int32)
+    if "dtype" in case:
+        dtype = {"float16": np.float16, "float32": np.float32}[case["dtype"]]
+        arguments["target_logits"] = arguments["target_logits"].astype(dtype)
+    return {name: value for name, value in arguments.items() if value is not None}
+
+
+def to_mx(value):
+    """Arrays to MLX, also inside parameters."""
+    if isinstance(value, dict):
+        return Sampling(**{name: to_mx(x) for name, x in value.items()})
+    return mx.array(value) if isinstance(value, np.ndarray) else value
+
+
+def check_expected(expect: dict, tokens, num_accepted, status) -> None:
+    """Every key of ``expect``; one that is not known is an error."""
+    tokens, num_accepted = np.array(tokens).tolist(), np.array(num_accepted).tolist()
+    status = np.array(status).tolist()
+    next_tokens = [row[n] for row, n in zip(tokens, num_accepted)]
+    results = {
+        "tokens": tokens,
+        "num_accepted": num_accepted,
+        "status": status,
+        "next": next_tokens,
+    }
+    assert expect
+    for key, wanted in expect.items():
+        if key in results:
+            assert results[key] == wanted, key
+        elif key.endswith("_in"):
+            for result, allowed in zip(results[key.removesuffix("_in")], wanted, strict=True):
+                assert result in allowed, key
+        elif key == "tokens_prefix":
+            for row, prefix in zip(tokens, wanted, strict=True):
+                assert row[: len(prefix)] == prefix
+        elif key == "status_has":
+            for bits, wanted_bits in zip(status, wanted, strict=True):
+                assert bits & wanted_bits == wanted_bits
+        else:
+            pytest.fail(f"unknown expectation {key!r}")
+
+
+def case_ids(case: dict) -> str:
+    return case["name"]
+
+
+@pytest.mark.parametrize("case", CASES, ids=case_ids)
+def test_case(backend, case):
+    arguments = {name: to_mx(value) for name, value in arguments_of(case).items()}
+    if case.get("rule", "token") != "token":
+        with pytest.raises(ValueError, match=r"^\[verify_draft\] rule: expected.*token"):
+            backend.verify_draft(**arguments, rule=case["rule"])
+        return
+    result = backend.verify_draft(**arguments)
+    check_expected(case["expect"], result.tokens, result.num_accepted, result.status)
+
+
+@pytest.mark.parametrize(
+    "case", [c for c in CASES if c.get("rule", "token") == "token"], ids=case_ids
+)
+def test_case_on_the_oracle(case):
+    arguments = arguments_of(case)
+    for name in ("sampling", "draft_sampling"):
+        if name in arguments:
+            arguments[name] = oracle.Sampling(**arguments[name])
+    result = oracle.verify_draft(**arguments)
+    check_expected(case["expect"], result.tokens, result.num_accepted, result.status)
+
+
+# Replayed noise
+
+
+def close(result: mx.array, wanted: np.ndarray, tolerance: float, skipped: np.ndarray) -> None:
+    """Equal up to ``tolerance``, NaN where NaN is wanted; ``skipped`` entries may be anything."""
+    result = np.where(skipped, wanted, np.array(result))
+    np.testing.assert_allclose(result, wanted, rtol=tolerance, atol=tolerance)
+
+
+def row_stats_of(backend, arguments: dict) -> mx.array:
+    """``draft_stats [B, K, 4]``, as the draft steps would have left them."""
+    B, K, _ = arguments["draft_logits"].shape
+    sampling = arguments.get("draft_sampling", arguments["sampling"])
+    rows = [
+        backend.sample(arguments["draft_logits"][:, i], sampling, uniforms=mx.zeros((B, 2)))
+        for i in range(K)
+    ]
+    return mx.stack([row.row_stats for row in rows], axis=1) if rows else mx.zeros((B, 0, 4))
+
+
+def check_replay(backend, problem) -> tuple[int, int]:
+    """Everything the operation returns against the oracle; how many sequences, and ties, it saw."""
+    before = [np.array(buffer.astype(mx.float32)) for buffer in problem.buffers()]
+    arguments = problem.arguments()
+    if problem.hand_over:
+        arguments["draft_stats"] = row_stats_of(backend, arguments)
+    result = backend.verify_draft(**arguments)
+    wanted = oracle.verify_draft(**problem.law)
+
+    clear = ~wanted.ties
+    np.testing.assert_array_equal(np.array(result.tokens)[clear], wanted.tokens[clear])
+    np.testing.assert_array_equal(np.array(result.num_accepted)[clear], wanted.num_accepted[clear])
+    np.testing.assert_array_equal(np.array(result.status)[clear], wanted.status[clear])
+    assert result.exact is True
+    unclear = wanted.ties[:, None] | wanted.doubtful
+    assert (result.logprobs is None) == (wanted.logprobs is None)
+    if wanted.logprobs is not None:
+        close(result.logprobs, wanted.logprobs, LOGPROB, unclear)
+    assert (result.stats is None) == (wanted.stats is None)
+    if wanted.stats is not None:
+        for name, values in wanted.stats._asdict().items():
+            close(getattr(result.stats, name), values, STATS, wanted.doubtful[:, :-1])
+    for buffer, values in zip(problem.buffers(), before):  # inputs are never written to
+        np.testing.assert_array_equal(np.array(buffer.astype(mx.float32)), values)
+    return len(clear), int(wanted.ties.sum())
+
+
+def test_replay(backend, figure):
+    """The same uniforms give the oracle's ids, on all kinds of input."""
+    seen = []
+
+    @settings(max_examples=500, derandomize=True, deadline=None, database=None)
+    @given(verify_problems())
+    def replay(problem):
+        seen.append(check_replay(backend, problem))
+
+    replay()
+    sequences, ties = np.sum(seen, axis=0)
+    figure("share of ties", ties / sequences)
+    assert ties <= TIE_SHARE * sequences
+
+
+# Single facts
+
+
+def logs(probs) -> mx.array:
+    with np.errstate(divide="ignore"):
+        return mx.array(np.log(np.array(probs)).astype(np.float32))
+
+
+def test_without_the_batch_axis(backend):
+    rng = np.random.default_rng(0)
+    given = {
+        "target_logits": rng.normal(size=(3, 4, 6)).astype(np.float32),
+        "draft_tokens": rng.integers(0, 6, size=(3, 3)).astype(np.int32),
+        "draft_logits": rng.normal(size=(3, 3, 6)).astype(np.float32),
+        "draft_lengths": np.array([3, 2, 0], np.int32),
+        "uniforms": rng.random((3, 5)).astype(np.float32),
+        "token_bitmask": np.full((3, 4, 1), 0b111101, np.int32),
+    }
+    options = {"logprobs": "raw", "stats": True}
+    batch = backend.verify_draft(**{k: mx.array(v) for k, v in given.items()}, **options)
+    for b in range(3):
+        row = backend.verify_draft(**{k: mx.array(v[b]) for k, v in given.items()}, **options)
+        assert row.tokens.shape == (4,) and row.num_accepted.shape == row.status.shape == ()
+        assert row.logprobs.shape == (4,) and row.stats.overlap.shape == (3,)
+        for got, wanted in zip((*row[:4], *row.stats), (*batch[:4], *batch.stats)):
+            np.testing.assert_array_equal(np.array(got), np.array(wanted)[b])
+
+
+def test_result_dtypes_and_shapes(backend):
+    result = backend.verify_draft(
+        mx.zeros((2, 4, 5), mx.bfloat16), mx.zeros((2, 3), mx.int32), logprobs="raw", stats=True
+    )
+    assert result.tokens.shape == (2, 4) and result.tokens.dtype == mx.int32
+    assert result.num_accepted.shape == (2,) and result.num_accepted.dtype == mx.int32
+    assert result.status.shape == (2,) and result.status.dtype == mx.uint32
+    assert result.logprobs.shape == (2, 4) and result.logprobs.dtype == mx.float32
+    for values in result.stats:
+        assert values.shape == (2, 3) and values.dtype == mx.float32
+
+
+def test_unsigned_draft_tokens(backend):
+    arguments = {
+        "target_logits": logs([[[0.2, 0.8], [0.5, 0.5]]]),
+        "uniforms": mx.full((1, 3), 0.7),
+    }
+    for token in (0, 1):
+        signed, unsigned = (
+            backend.verify_draft(draft_tokens=mx.array([[token]], dtype), **arguments)
+            for dtype in (mx.int32, mx.uint32)
+        )
+        assert signed.tokens.tolist() == unsigned.tokens.tolist()
+
+
+def test_tokens_that_end_the_draft(backend):
+    """Below -1, unlisted in the draft's vocabulary, or beyond the target's when one-hot."""
+    target = logs([[[0.25, 0.75, 0], [1, 0, 0]]])
+    uniforms = mx.array([[0.0, 0.5, 0.1]])
+    draft = mx.zeros((1, 1, 2))
+    for token, options in (
+        (-2, {}),
+        (-2, {"draft_logits": draft}),
+        (-1, {"draft_lengths": mx.array([1])}),
+        (3, {}),
+        (2, {"draft_logits": draft}),
+        (1, {"draft_logits": draft, "draft_vocab": mx.array([0, 2])}),
+        (3, {"draft_ids": mx.array([[[0, 1]]]), "draft_probs": mx.array([[[0.5, 0.5]]])}),
+    ):
+        tokens = mx.array([[token]])
+        result = backend.verify_draft(target, tokens, uniforms=uniforms, stats=True, **options)
+        assert result.num_accepted.tolist() == [0], (token, options)
+        assert result.tokens.tolist() == [[0, -1]], (token, options)
+        assert result.status.tolist() == [4], (token, options)
+        assert all(np.isnan(values).all() for values in result.stats)
+
+
+def test_unused_slot_is_no_fault(backend):
+    target = logs([[[0.25, 0.75], [1, 0]]])
+    result = backend.verify_draft(target, mx.array([[-1]]), uniforms=mx.array([[0.0, 0.5, 0.1]]))
+    assert result.tokens.tolist() == [[0, -1]] and result.status.tolist() == [0]
+
+
+def test_lengths_are_clamped(backend):
+    target = logs([[[0, 1], [1, 0]]] * 2)
+    tokens, lengths = mx.array([[1], [1]]), mx.array([-3, 2])
+    result = backend.verify_draft(
+        target, tokens, draft_lengths=lengths, uniforms=mx.full((2, 3), 0.5)
+    )
+    assert result.num_accepted.tolist() == [0, 1]
+    assert result.tokens.tolist() == [[1, -1], [1, 0]]
+    assert result.status.tolist() == [4, 4]
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -0.1, 0.6])
+def test_bad_sparse_probabilities(backend, bad):
+    """NaN, infinite, negative, or summing above 1.001."""
+    result = backend.verify_draft(
+        logs([[[0.5, 0.5], [1, 0]]] * 2),
+        mx.array([[0], [0]]),
+        draft_ids=mx.array([[[0, 1]]] * 2),
+        draft_probs=mx.array([[[0.5, bad]], [[0.5, 0.5009]]]),
+        uniforms=mx.full((2, 3), 0.5),
+    )
+    assert result.status.tolist() == [2, 0]
+    assert result.num_accepted.tolist() == [0, 1]
+    assert result.tokens.tolist() == [[-1, -1], [0, 0]]
+
+
+def test_nan_draft_stats(backend):
+    """A NaN in a slot that is reached stops there; in one that is not, it is not read."""
+    target, tokens = mx.zeros((3, 3, 2)), mx.zeros((3, 2), mx.int32)
+    target[2, 0, 0] = -mx.inf  # rejects slot 0
+    draft = mx.zeros((3, 2, 2))
+    stats = mx.tile(mx.array([0.0, np.log(2), 0.0, 1.0]), (3, 2, 1))
+    stats[0, 1, 1] = stats[2, 1, 1] = mx.nan
+    result = backend.verify_draft(
+        target, tokens, draft_logits=draft, draft_stats=stats, uniforms=mx.full((3, 4), 0.25)
+    )
+    assert result.status.tolist() == [2, 0, 0]
+    assert result.tokens.tolist() == [[0, -1, -1], [0, 0, 0], [1, -1, -1]]
+
+
+@pytest.mark.parametrize("side", ["sampling", "draft_sampling"])
+@pytest.mark.parametrize(
+    "field, bad",
+    [("temperature", b) for b in (np.nan, np.inf, -np.inf, -1.0)]
+    + [("top_p", np.nan), ("min_p", np.nan)],
+)
+def test_bad_parameter_in_an_array(backend, side, field, bad):
+    """It silences its own sequence only."""
+    options = {side: Sampling(**{field: mx.array([1.0, bad, 1.0])})}
+    result = backend.verify_draft(
+        logs([[[0, 1], [1, 0]]] * 3),
+        mx.ones((3, 1), mx.int32),
+        draft_logits=mx.zeros((3, 1, 2)),
+        uniforms=mx.full((3, 3), 0.5),
+        logprobs="filtered",
+        **options,
+    )
+    assert result.status.tolist() == [0, 32, 0]
+    assert result.num_accepted.tolist() == [1, 0, 1]
+    assert result.tokens.tolist() == [[1, 0], [-1, -1], [1, 0]]
+    assert np.isnan(np.array(result.logprobs)[1]).all()
+
+
+def test_subnormal_temperature_is_zero(backend):
+    target = mx.array([[[0.0, 1e-3], [1e-3, 0.0]]])
+    for temperature in (1e-39, mx.array([1e-39])):
+        result = backend.verify_draft(
+            target,
+            mx.array([[1]]),
+            sampling=Sampling(temperature=temperature),
+            uniforms=mx.full((1, 3), 0.99),
+        )
+        assert result.tokens.tolist() == [[1, 0]]
+
+
+def test_greedy_rows_do_not_read_the_draft(backend):
+    """At target temperature 0 neither a bad draft row nor a draft probability of 0 matters."""
+    target, tokens = mx.array([[[0.0, 1.0], [1.0, 0.0]]]), mx.array([[1]])
+    sparse = {"draft_ids": mx.array([[[0]]]), "draft_probs": mx.array([[[1.0]]])}
+    for draft in ({"draft_logits": mx.full((1, 1, 2), mx.nan)}, sparse):
+        result = backend.verify_draft(target, tokens, sampling=Sampling(temperature=0), **draft)
+        assert result.tokens.tolist() == [[1, 0]] and result.status.tolist() == [0]
+
+
+def test_masked_ids_are_ignored(backend):
+    """NaN and +inf under a masked id are no fault."""
+    target = mx.array([[[mx.nan, 0.0, mx.inf], [0.0, mx.nan, mx.nan]]])
+    bitmask = mx.array([[[0b010], [0b001]]], mx.int32)
+    result = backend.verify_draft(
+        target, mx.array([[1]]), token_bitmask=bitmask, uniforms=mx.full((1, 3), 0.9)
+    )
+    assert result.tokens.tolist() == [[1, 0]] and result.status.tolist() == [0]
+
+
+def test_no_id_is_allowed(backend):
+    bitmask = mx.array([[[0b11], [0]]], mx.int32)
+    result = backend.verify_draft(
+        mx.zeros((1, 2, 2)), mx.array([[1]]), token_bitmask=bitmask, uniforms=mx.zeros((1, 3))
+    )
+    assert result.tokens.tolist() == [[1, -1]] and result.status.tolist() == [1]
+
+
+def test_extreme_uniforms_stay_in_the_support(backend):
+    """Weight 0 is never drawn: at u = 0 before the support, at the largest float below 1 after it."""
+    V = 5000
+    support = [7, 2047, 2048, 4097]
+    target = mx.full((4, 1, V), -mx.inf)
+    for i, token in enumerate(support):
+        target[:, 0, token] = -30.0 * i
+    largest = 1 - 2.0**-24
+    uniforms = mx.array([[a, b] for a in (0.0, largest) for b in (0.0, largest)])
+    result = backend.verify_draft(target, mx.zeros((4, 0), mx.int32), uniforms=uniforms)
+    # All but 1e-13 of the first block's mass is on its first id, all but 1e-26 in that block.
+    assert result.tokens.tolist() == [[7], [7], [7], [7]]
+    target[:, 0, support] = 0.0
+    result = backend.verify_draft(target, mx.zeros((4, 0), mx.int32), uniforms=uniforms)
+    assert result.tokens.tolist() == [[7], [2047], [4097], [4097]]
+
+
+def test_mass_of_a_large_vocabulary(backend):
+    """top_p holds to 1e-5 over 152064 equal weights, where a plain float32 sum is off by 1e-3."""
+    V = 152064
+    logits = mx.zeros((1, 1, V))
+    for top_p in (0.3, 0.7, 0.95):
+        uniforms = mx.full((1, 2), 1 - 2.0**-24)
+        result = backend.verify_draft(
+            logits, mx.zeros((1, 0), mx.int32), sampling=Sampling(top_p=top_p), uniforms=uniforms
+        )
+        assert abs(result.tokens.item() / V - top_p) <= 1e-5
+
+
+def test_a_row_alone_and_in_a_batch(backend):
+    """The same bits, again and again, alone or among others."""
+    B, K, V = 64, 3, 3000
+    target, draft = (
+        mx.random.normal((B, n, V), key=mx.random.key(n)).astype(mx.bfloat16) for n in (K + 1, K)
+    )
+    tokens = mx.random.randint(0, V, (B, K), key=mx.random.key(9))
+    keys = mx.random.split(mx.random.key(1), B)
+    sampling = Sampling(temperature=0.7, top_p=0.9)
+
+    def verify(rows):
+        return backend.verify_draft(
+            target[rows],
+            tokens[rows],
+            draft_logits=draft[rows],
+            keys=keys[rows],
+            sampling=sampling,
+            logprobs="filtered",
+            stats=True,
+        )
+
+    def bits(result):
+        return [np.array(x) for x in (*result[:4], *result.stats)]
+
+    whole = bits(verify(slice(None)))
+    for values, again in zip(whole, bits(verify(slice(None)))):
+        np.testing.assert_array_equal(values, again)
+    for b in (0, 17, 63):
+        for values, alone in zip(whole, bits(verify(slice(b, b + 1)))):
+            np.testing.assert_array_equal(values[b : b + 1], alone)
+
+
+def test_padding_a_batch_changes_no_row(backend):
+    """Neither more slots nor a shorter draft of a neighbour enters a keyed row."""
+    V, keys = 50, mx.random.split(mx.random.key(3), 8)
+    target = mx.random.normal((8, 3, V), key=mx.random.key(4))
+    tokens = mx.random.randint(0, V, (8, 2), key=mx.random.key(5))
+    tokens[3, 1] = -1
+    short = backend.verify_draft(target, tokens, keys=keys)
+    padded_target = mx.concatenate([target, mx.full((8, 2, V), mx.nan)], axis=1)
+    padded_tokens = mx.concatenate([tokens, mx.full((8, 2), -1, mx.int32)], axis=1)
+    padded = backend.verify_draft(padded_target, padded_tokens, keys=keys)
+    assert short.status.tolist() == padded.status.tolist() == [0] * 8
+    assert short.tokens.tolist() == padded.tokens[:, :3].tolist()
+    assert (padded.tokens[:, 3:] == -1).all()
+
+
+def test_keys_stand_for_mlx_uniforms(backend):
+    V, K, keys = 40, 254, mx.random.split(mx.random.key(6), 4)
+    target = mx.random.normal((4, K + 1, V), key=mx.random.key(7))
+    tokens = mx.argmax(target[:, :-1], axis=-1).astype(mx.int32)
+    sampling = Sampling(temperature=0.1)
+    uniforms = mx.stack([mx.random.uniform(shape=(256,), key=key) for key in keys])
+    keyed = backend.verify_draft(target, tokens, sampling=sampling, keys=keys)
+    replayed = backend.verify_draft(target, tokens, sampling=sampling, uniforms=uniforms)
+    assert keyed.num_accepted.max() > 1
+    assert keyed.tokens.tolist() == replayed.tokens.tolist()
+
+
+def test_seed(backend):
+    """Without explicit noise ``mx.random`` supplies it."""
+    target, tokens = mx.zeros((4, 3, 1000)), mx.zeros((4, 2), mx.int32)
+
+    def draws(seed):
+        mx.random.seed(seed)
+        results = [backend.verify_draft(target, tokens).tokens for _ in range(2)]
+        return [result.tolist() for result in results]
+
+    first = draws(1)
+    assert first == draws(1)
+    assert first != draws(2)
+    assert first[0] != first[1]
+
+
+def test_statistics_change_no_token(backend):
+    V, keys = 60, mx.random.split(mx.random.key(8), 16)
+    target, draft = (mx.random.normal((16, n, V), key=mx.random.key(n)) for n in (5, 4))
+    tokens = mx.argmax(draft, axis=-1).astype(mx.int32)
+    results = [
+        backend.verify_draft(target, tokens, draft_logits=draft, keys=keys, stats=stats)
+        for stats in (False, True)
+    ]
+    assert results[0].tokens.tolist() == results[1].tokens.tolist()
+    assert results[0].num_accepted.tolist() == results[1].num_accepted.tolist()
+
+
+@pytest.mark.parametrize("B, K", [(0, 2), (0, 0), (3, 0)])
+def test_empty(backend, B, K):
+    result = backend.verify_draft(
+        mx.zeros((B, K + 1, 4)), mx.zeros((B, K), mx.int32), logprobs="raw", stats=True
+    )
+    assert result.tokens.shape == (B, K + 1) and result.num_accepted.shape == (B,)
+    assert result.logprobs.shape == (B, K + 1) and result.stats.overlap.shape == (B, K)
+    assert ((result.tokens >= 0) & (result.tokens < 4)).all()
