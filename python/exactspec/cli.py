@@ -1,0 +1,309 @@
+"""The command line: ``exactspec generate``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict
+from enum import Enum
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+from rich.bar import Bar
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from . import Sampling, __version__
+from .blas import blas_in_use
+
+# mlx-lm takes seconds to import, so the functions that need it do that: --help must not wait.
+if TYPE_CHECKING:
+    from .drafters import Drafter
+    from .generate import GeneratedToken, Generation, Statistics
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+
+SOURCES = {
+    "draft": ("green", "accepted draft"),
+    "residual": ("yellow", "drawn in place of a rejected draft"),
+    "bonus": ("cyan", "drawn after the drafts"),
+}
+
+
+class DrafterName(str, Enum):
+    """Drafters that need no model."""
+
+    lookup = "lookup"
+    none = "none"
+
+
+def main() -> None:
+    """Run the command line."""
+    app(prog_name="exactspec")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"exactspec {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """Exact speculative sampling for MLX."""
+
+
+@app.command()
+def generate(
+    prompt: Annotated[
+        str | None,
+        typer.Argument(help="Default: standard input if it is a pipe, else an example."),
+    ] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="Read the prompt from a file.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Folder or Hugging Face name. Default: a packaged SmolLM2.")
+    ] = None,
+    drafter: Annotated[
+        DrafterName | None,
+        typer.Option(
+            help="'lookup' drafts what followed the same tokens earlier in the text, 'none' is "
+            "plain decoding. Default: lookup."
+        ),
+    ] = None,
+    draft_model: Annotated[
+        str | None, typer.Option(help="Draft with this smaller model of the same tokenizer.")
+    ] = None,
+    num_draft_tokens: Annotated[
+        int | None, typer.Option(help="Tokens drafted per cycle, at most. Default: 4.")
+    ] = None,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 is off.")] = 0,
+    top_p: Annotated[
+        float, typer.Option(help="Keep the likeliest tokens of this total probability; 1 is off.")
+    ] = 1.0,
+    min_p: Annotated[
+        float, typer.Option(help="Keep tokens of this share of the likeliest's; 0 is off.")
+    ] = 0.0,
+    max_tokens: Annotated[int, typer.Option(help="Stop after this many tokens.")] = 256,
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same text.")] = None,
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--no-chat",
+            help="Wrap the prompt in the model's chat template. Default: if it has one.",
+        ),
+    ] = None,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Then generate by plain decoding as well.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object only.")] = False,
+) -> None:
+    """Generate text, coloured by where each token came from.
+
+    The text goes to standard output, everything else to standard error.
+    """
+    prompt = _read_prompt(prompt, prompt_file)
+    try:
+        proposer, drafter_name = _make_drafter(drafter, draft_model, num_draft_tokens)
+        target, tokenizer, model_name = _load(model)
+        options = {
+            "prompt": _encode(prompt, tokenizer, chat),
+            "sampling": Sampling(temperature, top_k, top_p, min_p),
+            "max_tokens": max_tokens,
+            "seed": seed,
+            "profile": True,
+        }
+        from .generate import Generation, stream_generate
+
+        setup = {"model": model_name, "drafter": drafter_name, "blas": blas_in_use()}
+        stream = stream_generate(target, tokenizer, drafter=proposer, **options)
+        if as_json:
+            result = Generation.join(list(stream))
+        else:
+            result = _show(stream, setup, plain=proposer is None)
+        plain = None
+        if compare:
+            plain = Generation.join(list(stream_generate(target, tokenizer, **options)))
+    except (ValueError, TypeError, ArithmeticError, OSError) as error:
+        _fail(str(error))
+    if as_json:
+        print(json.dumps({**setup, **_report(result), "plain": plain and _report(plain)}))
+    else:
+        _summarise(result, plain, greedy=temperature == 0)
+
+
+def _fail(message: str) -> NoReturn:
+    print("error:", " ".join(message.split()), file=sys.stderr)
+    raise typer.Exit(1)
+
+
+def _read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
+    if prompt is not None and prompt_file is not None:
+        _fail("prompt: expected PROMPT or --prompt-file, got both")
+    if prompt is not None:
+        return prompt
+    if prompt_file is not None:
+        try:
+            return prompt_file.read_text(encoding="utf-8").rstrip("\n")
+        except (OSError, UnicodeDecodeError) as error:
+            _fail(f"--prompt-file: {error}")
+    piped = "" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.read()
+    example = files("exactspec").joinpath("data/prompt.txt").read_text(encoding="utf-8")
+    return (piped if piped.strip() else example).rstrip("\n")
+
+
+def _make_drafter(
+    name: DrafterName | None, draft_model: str | None, num_draft_tokens: int | None
+) -> tuple[Drafter | None, str]:
+    if name is not None and draft_model is not None:
+        raise ValueError("drafter: expected --drafter or --draft-model, got both")
+    if name is DrafterName.none:
+        if num_draft_tokens is not None:
+            raise ValueError("--num-draft-tokens: expected a drafter with it, got --drafter none")
+        return None, "none"
+    from .drafters import DraftModel, PromptLookup
+
+    count = {} if num_draft_tokens is None else {"num_draft_tokens": num_draft_tokens}
+    if draft_model is None:
+        return PromptLookup(**count), "prompt lookup"
+    model, tokenizer, model_name = _load(draft_model)
+    return DraftModel(model, tokenizer, **count), model_name
+
+
+def _load(name: str | None) -> tuple[Any, Any, str]:
+    from .models import DEFAULT_MODEL, load
+
+    try:
+        return *load(name), name or DEFAULT_MODEL.name
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        _fail(f"cannot load {name or DEFAULT_MODEL.name}: {error}")
+
+
+def _encode(prompt: str, tokenizer: Any, chat: bool | None) -> str | list[int]:
+    if chat and not tokenizer.has_chat_template:
+        raise ValueError("--chat: expected a model with a chat template, got one without")
+    if chat is False or not tokenizer.has_chat_template:
+        return prompt
+    messages = [{"role": "user", "content": prompt}]
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+
+
+def _show(stream: Iterable[GeneratedToken], setup: dict[str, str], plain: bool) -> Generation:
+    """Print the tokens as they come."""
+    from .generate import Generation
+
+    output, notes = Console(highlight=False), Console(stderr=True, highlight=False)
+    for name, value in setup.items():
+        notes.print(f"[bold]{name:8}[/] {value}", soft_wrap=True)
+    if not plain and output.is_terminal:
+        legend = "  ".join(f"[{style}]{meaning}[/]" for style, meaning in SOURCES.values())
+        notes.print(f"[bold]{'colours':8}[/] {legend}", soft_wrap=True)
+    notes.print()
+    items = []
+    try:
+        for item in stream:
+            items.append(item)
+            style = "" if plain else SOURCES[item.source][0]
+            output.print(Text(item.text, style), end="", soft_wrap=True)
+    finally:
+        output.print()
+    return Generation.join(items)
+
+
+def _summarise(result: Generation, plain: Generation | None, greedy: bool) -> None:
+    statistics = result.statistics
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+
+    table.add_row("prompt", _speed(statistics.prompt_tokens, statistics.prompt_tokens_per_second))
+    ending = {"stop": "a stop token", "length": "--max-tokens"}[result.finish_reason]
+    table.add_row(
+        "text",
+        f"{_speed(statistics.generated_tokens, statistics.tokens_per_second)}, ended by {ending}",
+    )
+    if statistics.drafted:
+        table.add_row(
+            "cycles",
+            f"{statistics.cycles} of {statistics.tokens_per_cycle:.2f} tokens, "
+            f"{statistics.mean_accepted_length:.2f} of them accepted drafts",
+        )
+        table.add_row(
+            "accepted", f"{statistics.acceptance_rate:.0%} of {statistics.drafted} draft tokens"
+        )
+        for slot, rate in enumerate(statistics.slot_acceptance_rates):
+            bar = Table.grid(padding=(0, 1))
+            bar.add_row(Bar(1, 0, rate, width=24, color="green"), f"{rate:.0%}")
+            table.add_row(f"  slot {slot + 1}", bar)
+    table.add_row("time", _time_shares(statistics))
+    if plain is not None:
+        speedup = statistics.tokens_per_second / plain.statistics.tokens_per_second
+        table.add_row(
+            "plain",
+            f"{_speed(plain.statistics.generated_tokens, plain.statistics.tokens_per_second)}; "
+            f"drafting is {speedup:.2f} times as fast",
+        )
+        if greedy:
+            table.add_row("", _difference(result.tokens, plain.tokens))
+    notes = Console(stderr=True, highlight=False)
+    notes.print()
+    notes.print(table)
+
+
+def _speed(tokens: int, tokens_per_second: float) -> str:
+    return f"{tokens} tokens, {tokens_per_second:.1f} tokens/s"
+
+
+def _time_shares(statistics: Statistics) -> str:
+    phases = {
+        "draft": statistics.draft_time,
+        "target": statistics.target_time,
+        "verify": statistics.verify_time,
+    }
+    shares = (
+        f"{name} {seconds / statistics.generation_time:.1%}" for name, seconds in phases.items()
+    )
+    return ", ".join(shares)
+
+
+def _difference(tokens: list[int], plain: list[int]) -> str:
+    if tokens == plain:
+        return "[green]the same text[/]"
+    same = 0
+    while tokens[same : same + 1] == plain[same : same + 1] != []:
+        same += 1
+    return f"[red]another text from token {same + 1} on[/]"
+
+
+def _report(result: Generation) -> dict[str, Any]:
+    statistics = result.statistics
+    return {
+        "text": result.text,
+        "tokens": result.tokens,
+        "sources": result.sources,
+        "finish_reason": result.finish_reason,
+        "statistics": {
+            **asdict(statistics),
+            "tokens_per_second": statistics.tokens_per_second,
+            "prompt_tokens_per_second": statistics.prompt_tokens_per_second,
+            "tokens_per_cycle": statistics.tokens_per_cycle,
+            "mean_accepted_length": statistics.mean_accepted_length,
+            "acceptance_rate": statistics.acceptance_rate,
+            "slot_acceptance_rates": statistics.slot_acceptance_rates,
+        },
+    }
+
+
+if __name__ == "__main__":
+    main()

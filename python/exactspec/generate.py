@@ -1,0 +1,464 @@
+"""The decode loop: streams text from an mlx-lm model, with or without a drafter."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from .cached_model import CachedModel
+from .drafters import NO_DRAFT, Draft, Drafter
+from .ops import Status, verify_draft
+from .sampling import Sampling, check_sampling
+
+
+class NonFiniteLogitsError(ArithmeticError):
+    """A model returned NaN, +inf, or no finite logit, where the next token depended on it.
+
+    Attributes:
+        sequence: index of the sequence, 0 in the decode loop.
+        slot: number of draft tokens that were accepted before the bad row in its cycle.
+        side: ``"target"`` or ``"draft"``, the model whose logits were bad.
+        partial: from ``generate``, the ``Generation`` up to the error; else None.
+    """
+
+    def __init__(self, sequence: int, slot: int, side: str):
+        super().__init__(
+            f"[stream_generate] {side} logits: expected finite values or -inf, got NaN, +inf or no "
+            f"finite value in sequence {sequence}, slot {slot}"
+        )
+        self.sequence = sequence
+        self.slot = slot
+        self.side = side
+        self.partial: Generation | None = None
+
+
+@dataclass
+class Statistics:
+    """What a generation did so far. Times are in seconds and leave out the consumer's own.
+
+    A cycle is one draft, one forward of the target over it, and one verification.
+
+    Attributes:
+        prompt_tokens: tokens of the prompt.
+        prompt_time: for all of them but the last, which is part of the first cycle.
+        generated_tokens: tokens yielded.
+        generation_time: in cycles.
+        cycles: number of cycles.
+        slot_drafted: ``slot_drafted[i]`` cycles had a draft token in slot i.
+        slot_accepted: in ``slot_accepted[i]`` cycles the token of slot i was accepted, and so
+            all tokens before it.
+        draft_time, target_time, verify_time: parts of generation_time; only with
+            ``profile=True``, else None.
+    """
+
+    prompt_tokens: int = 0
+    prompt_time: float = 0.0
+    generated_tokens: int = 0
+    generation_time: float = 0.0
+    cycles: int = 0
+    slot_drafted: list[int] = field(default_factory=list)
+    slot_accepted: list[int] = field(default_factory=list)
+    draft_time: float | None = None
+    target_time: float | None = None
+    verify_time: float | None = None
+
+    @property
+    def drafted(self) -> int:
+        """Draft tokens proposed."""
+        return sum(self.slot_drafted)
+
+    @property
+    def accepted(self) -> int:
+        """Draft tokens accepted."""
+        return sum(self.slot_accepted)
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Share of the draft tokens that were accepted; 0 without any."""
+        return _ratio(self.accepted, self.drafted)
+
+    @property
+    def slot_acceptance_rates(self) -> list[float]:
+        """For each slot, accepted over drafted; never increasing if all drafts are as long."""
+        return [_ratio(a, d) for a, d in zip(self.slot_accepted, self.slot_drafted)]
+
+    @property
+    def mean_accepted_length(self) -> float:
+        """Draft tokens accepted per cycle."""
+        return _ratio(self.accepted, self.cycles)
+
+    @property
+    def tokens_per_cycle(self) -> float:
+        """Tokens yielded per cycle, that is, per forward of the target."""
+        return _ratio(self.generated_tokens, self.cycles)
+
+    @property
+    def prompt_tokens_per_second(self) -> float:
+        """Speed of reading the prompt; 0 for a prompt of one token."""
+        return _ratio(self.prompt_tokens - 1, self.prompt_time)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Speed of generation."""
+        return _ratio(self.generated_tokens, self.generation_time)
+
+    def _count_cycle(self, num_drafts: int, num_accepted: int, seconds: float) -> None:
+        self.cycles += 1
+        self.generation_time += seconds
+        new_slots = [0] * (num_drafts - len(self.slot_drafted))
+        self.slot_drafted += new_slots
+        self.slot_accepted += new_slots
+        for slot in range(num_drafts):
+            self.slot_drafted[slot] += 1
+            self.slot_accepted[slot] += slot < num_accepted
+
+
+class GeneratedToken(NamedTuple):
+    """One token, as ``stream_generate`` yields it.
+
+    Attributes:
+        text: the text that became certain with this token; may be empty, since a character can
+            take several tokens. A stop token has no text of its own.
+        token: its id.
+        source: ``"draft"``: an accepted draft token; ``"residual"``: drawn where a draft token was
+            rejected; ``"bonus"``: drawn after a draft that was accepted whole, or without any.
+        logprob: its log-probability under the target in nats, if asked for, else None.
+        finish_reason: on the last token ``"stop"`` (a stop token) or ``"length"``
+            (``max_tokens`` reached), else None.
+        statistics: of the whole generation so far; one object, updated in place.
+    """
+
+    text: str
+    token: int
+    source: str
+    logprob: float | None
+    finish_reason: str | None
+    statistics: Statistics
+
+
+class Generation(NamedTuple):
+    """A finished generation: the fields of its ``GeneratedToken`` items, joined.
+
+    Attributes:
+        text: the text, without a stop token.
+        tokens: ids, with the stop token.
+        sources: for each token ``"draft"``, ``"residual"`` or ``"bonus"``.
+        logprobs: for each token, if asked for, else None.
+        finish_reason: ``"stop"`` or ``"length"``; None if it was cut short by an error.
+        statistics: of the whole generation.
+    """
+
+    text: str
+    tokens: list[int]
+    sources: list[str]
+    logprobs: list[float] | None
+    finish_reason: str | None
+    statistics: Statistics
+
+    @classmethod
+    def join(cls, items: list[GeneratedToken]) -> Generation:
+        """Join what ``stream_generate`` yielded, at least one token."""
+        logprobs = [item.logprob for item in items]
+        return cls(
+            text="".join(item.text for item in items),
+            tokens=[item.token for item in items],
+            sources=[item.source for item in items],
+            logprobs=None if None in logprobs else logprobs,
+            finish_reason=items[-1].finish_reason,
+            statistics=items[-1].statistics,
+        )
+
+
+def stream_generate(
+    model: Any,
+    tokenizer: Any,
+    prompt: str | list[int] | mx.array,
+    *,
+    drafter: Drafter | None = None,
+    sampling: Sampling = Sampling(),
+    max_tokens: int = 256,
+    stop_tokens: Collection[int] | None = None,
+    seed: int | None = None,
+    logprobs: str | None = None,
+    prompt_cache: list[Any] | None = None,
+    profile: bool = False,
+) -> Iterator[GeneratedToken]:
+    """Generate text token by token.
+
+    The text has exactly the distribution that ``sampling`` gives the model, whatever the drafter
+    proposes: speculative sampling (Leviathan et al., arXiv:2211.17192, algorithm 1; Chen et al.,
+    arXiv:2302.01318, algorithm 2). At temperature 0 it is the text of plain greedy decoding,
+    except where two logits are so close that a forward over several tokens, which rounds
+    differently than one over a single token, puts them in another order.
+
+    Drafting, the target's forward and verification are one lazy graph, so that each cycle waits
+    for the device once.
+
+    Args:
+        model: an mlx-lm language model.
+        tokenizer: its tokenizer, as from ``mlx_lm.load``, or a Hugging Face tokenizer.
+        prompt: text, or token ids (``[n]`` if an array), at least one token.
+        drafter: proposes tokens, such as ``PromptLookup`` or ``DraftModel``. Default: none,
+            which is plain decoding.
+        sampling: temperature and filters; numbers, or arrays of shape ``[]``.
+        max_tokens: the most tokens to generate, at least 1.
+        stop_tokens: ids that end the text. Default: the tokenizer's end-of-sequence tokens.
+        seed: the same seed, model, prompt, drafter and options give the same text. Default: drawn
+            from the global state, which ``mx.random.seed`` sets.
+        logprobs: ``"raw"`` (log-softmax of the logits) or ``"filtered"`` (after ``sampling``) to
+            have the log-probability of each token.
+        prompt_cache: a cache as from ``mlx_lm.models.cache.make_prompt_cache``, holding the text
+            that precedes the prompt, to be continued in place. However the generation ends, the
+            cache then holds the prompt and every token that was yielded, and no other.
+        profile: measure the time of each phase. This waits for the device three times a cycle
+            and so makes it a little slower.
+
+    Yields:
+        ``GeneratedToken`` items. The last one has a ``finish_reason``.
+
+    Raises:
+        TypeError, ValueError: with the first token, for arguments out of range, and for a cache
+            that cannot be rolled back (rotating, recurrent) with a drafter.
+        NonFiniteLogitsError: for NaN or infinite logits, after the tokens before them.
+    """
+    _check_options(drafter, sampling, max_tokens, seed)
+    if not isinstance(tokenizer, TokenizerWrapper):
+        tokenizer = TokenizerWrapper(tokenizer)
+    target = CachedModel(model, prompt_cache)
+    prompt = _prompt_tokens(prompt, tokenizer, target.vocab_size)
+    if drafter is None:
+        drafter = Drafter()
+    else:
+        target.check_trimmable("stream_generate", len(prompt) + max_tokens)
+    stop_tokens = frozenset(tokenizer.eos_token_ids if stop_tokens is None else stop_tokens)
+    detokenizer = tokenizer.detokenizer
+    statistics = Statistics(prompt_tokens=len(prompt))
+    clock = _PhaseClock(statistics, profile)
+    if seed is None:
+        key = mx.random.randint(0, 2**31 - 1, (2,)).astype(mx.uint32)
+    else:
+        key = mx.random.key(seed)
+
+    start = time.perf_counter()
+    drafter.begin(prompt, tokenizer=tokenizer, sampling=sampling, max_tokens=max_tokens)
+    target.settle(prompt, 0)
+    target.prefill()
+    statistics.prompt_time = time.perf_counter() - start
+
+    finish_reason = None
+    try:
+        while finish_reason is None:
+            yielded: list[int] = []
+            num_accepted = 0
+            room = max_tokens - statistics.generated_tokens
+            try:
+                start = clock.start()
+                # Were noise shared between drafting, verification and the next cycle, residual
+                # draws would be biased.
+                key, draft_key, verify_key = mx.random.split(key, 3)
+                # A cycle yields one token more than it accepts.
+                draft = drafter.draft(room - 1, draft_key) if room > 1 else NO_DRAFT
+                clock.lap("draft_time", draft.draft_tokens)
+                logits = target.feed(draft.draft_tokens)
+                clock.lap("target_time", logits)
+                cycle = _verify(logits, draft, sampling, verify_key, logprobs)
+                clock.lap("verify_time")
+                num_accepted = cycle.num_accepted
+                items = _stream(cycle, room, stop_tokens, detokenizer, statistics)
+                statistics._count_cycle(
+                    draft.draft_tokens.size, num_accepted, time.perf_counter() - start
+                )
+                for item in items:
+                    finish_reason = item.finish_reason
+                    yielded.append(item.token)
+                    statistics.generated_tokens += 1
+                    yield item
+                if cycle.error is not None and finish_reason is None:
+                    raise cycle.error
+            finally:
+                # What the consumer did not get is no text: it lay after a stop token, or the
+                # consumer went away.
+                num_accepted = min(num_accepted, len(yielded))
+                target.settle(yielded, num_accepted)
+                drafter.extend(yielded, num_accepted)
+    finally:
+        target.finish()
+        drafter.finish()
+
+
+def generate(
+    model: Any, tokenizer: Any, prompt: str | list[int] | mx.array, **options: Any
+) -> Generation:
+    """Generate a text at once.
+
+    Args:
+        model, tokenizer, prompt, options: as for ``stream_generate``.
+
+    Raises:
+        As ``stream_generate``. A ``NonFiniteLogitsError`` has the text before it in ``partial``.
+    """
+    items: list[GeneratedToken] = []
+    try:
+        items.extend(stream_generate(model, tokenizer, prompt, **options))
+    except NonFiniteLogitsError as error:
+        error.partial = Generation.join(items) if items else None
+        raise
+    return Generation.join(items)
+
+
+class _Cycle(NamedTuple):
+    """What a cycle decided, on the host."""
+
+    tokens: list[int]  # the accepted drafts and, unless there is an error, one token more
+    sources: list[str]
+    logprobs: list[float | None]
+    num_accepted: int
+    error: NonFiniteLogitsError | None
+
+
+def _verify(
+    logits: mx.array, draft: Draft, sampling: Sampling, key: mx.array, logprobs: str | None
+) -> _Cycle:
+    num_drafts = draft.draft_tokens.size
+    result = verify_draft(
+        logits,
+        draft.draft_tokens,
+        draft_logits=draft.draft_logits,
+        draft_ids=draft.draft_ids,
+        draft_probs=draft.draft_probs,
+        draft_vocab=draft.draft_vocab,
+        draft_stats=draft.draft_stats,
+        sampling=sampling,
+        draft_sampling=draft.draft_sampling,
+        keys=key,
+        logprobs=logprobs,
+    )
+    outputs = [result.tokens, result.num_accepted, result.status, result.logprobs, draft.status]
+    mx.eval(outputs)  # the only wait for the device in a cycle
+    tokens, num_accepted, status, values, draft_status = (
+        None if output is None else output.tolist() for output in outputs
+    )
+    # The status of the draft row that ended the draft. A row after that was not reached.
+    if draft_status and num_accepted < num_drafts:
+        drawn = draft_status[num_accepted]
+    else:
+        drawn = 0
+    if (status | drawn) & Status.BAD_PARAMETER:
+        raise ValueError(
+            "[stream_generate] sampling: expected finite parameters in range, got an array with "
+            "NaN, an infinite or a negative value"
+        )
+    if status & Status.NON_FINITE_TARGET:
+        error = NonFiniteLogitsError(0, num_accepted, "target")
+    elif status & Status.BAD_DRAFT or drawn & Status.NON_FINITE_TARGET:
+        error = NonFiniteLogitsError(0, num_accepted, "draft")
+    else:
+        error = None
+    num_tokens = num_accepted + (error is None)
+    last_source = "bonus" if num_accepted == num_drafts else "residual"
+    return _Cycle(
+        tokens[:num_tokens],
+        (["draft"] * num_accepted + [last_source])[:num_tokens],
+        values[:num_tokens] if values else [None] * num_tokens,
+        num_accepted,
+        error,
+    )
+
+
+def _stream(
+    cycle: _Cycle,
+    room: int,
+    stop_tokens: frozenset[int],
+    detokenizer: Any,
+    statistics: Statistics,
+) -> list[GeneratedToken]:
+    """The tokens of a cycle up to a stop token, at most ``room``, with their text."""
+    items = []
+    for token, source, logprob in zip(cycle.tokens, cycle.sources, cycle.logprobs):
+        finish_reason = None
+        if token in stop_tokens:
+            finish_reason = "stop"
+        else:
+            detokenizer.add_token(token)
+            if len(items) + 1 == room:
+                finish_reason = "length"
+        if finish_reason is not None:
+            detokenizer.finalize()
+        text = detokenizer.last_segment
+        items.append(GeneratedToken(text, token, source, logprob, finish_reason, statistics))
+        if finish_reason is not None:
+            break
+    return items
+
+
+class _PhaseClock:
+    """Adds the time of each phase to the statistics, waiting for the device at its end."""
+
+    def __init__(self, statistics: Statistics, enabled: bool):
+        self._statistics = statistics
+        self._enabled = enabled
+        if enabled:
+            statistics.draft_time = statistics.target_time = statistics.verify_time = 0.0
+
+    def start(self) -> float:
+        self._last = time.perf_counter()
+        return self._last
+
+    def lap(self, phase: str, *outputs: mx.array) -> None:
+        if self._enabled:
+            mx.eval(outputs)
+            now = time.perf_counter()
+            setattr(self._statistics, phase, getattr(self._statistics, phase) + now - self._last)
+            self._last = now
+
+
+def _prompt_tokens(
+    prompt: str | list[int] | mx.array, tokenizer: TokenizerWrapper, vocab_size: int
+) -> list[int]:
+    if isinstance(prompt, str):
+        # A chat template may have put the beginning-of-text token there already.
+        has_bos = tokenizer.bos_token is not None and prompt.startswith(tokenizer.bos_token)
+        prompt = tokenizer.encode(prompt, add_special_tokens=not has_bos)
+    elif isinstance(prompt, mx.array):
+        if prompt.ndim != 1 or not mx.issubdtype(prompt.dtype, mx.integer):
+            raise ValueError(
+                "[stream_generate] prompt: expected integers of shape [n], got "
+                f"{prompt.dtype} of shape {list(prompt.shape)}"
+            )
+        prompt = prompt.tolist()
+    elif isinstance(prompt, list) and all(isinstance(token, int) for token in prompt):
+        prompt = list(prompt)
+    else:
+        raise _type_error("prompt", "a string, a list of ids or an array", prompt)
+    if not prompt:
+        raise ValueError("[stream_generate] prompt: expected at least one token, got none")
+    for token in prompt:
+        if not 0 <= token < vocab_size:
+            raise ValueError(
+                f"[stream_generate] prompt: expected ids in [0, {vocab_size}), got {token}"
+            )
+    return prompt
+
+
+def _check_options(drafter: Any, sampling: Any, max_tokens: Any, seed: Any) -> None:
+    check_sampling("stream_generate", "sampling", sampling)
+    if drafter is not None and not isinstance(drafter, Drafter):
+        raise _type_error("drafter", "an exactspec.drafters.Drafter", drafter)
+    for name, value in (("max_tokens", max_tokens), ("seed", 0 if seed is None else seed)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise _type_error(name, "an integer", value)
+    if max_tokens < 1:
+        raise ValueError(f"[stream_generate] max_tokens: expected at least 1, got {max_tokens}")
+
+
+def _type_error(argument: str, expected: str, got: Any) -> TypeError:
+    return TypeError(f"[stream_generate] {argument}: expected {expected}, got {type(got).__name__}")
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0

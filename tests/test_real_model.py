@@ -1,0 +1,80 @@
+"""The decode loop on SmolLM2-135M-Instruct, from prompt to text."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from exactspec import Sampling
+from exactspec.drafters import DraftModel, PromptLookup
+from exactspec.generate import generate
+from exactspec.models import load_default_model
+from toy_models import NEAR_TIE, first_difference_gap
+
+EXAMPLE = files("exactspec").joinpath("data/prompt.txt").read_text(encoding="utf-8")
+PROMPTS = {"copy": EXAMPLE, "story": "Write a short story about a lighthouse keeper."}
+
+
+@pytest.fixture(scope="module")
+def default_model():
+    # Not skipped where the model is missing: the error says how to install it.
+    return load_default_model()
+
+
+def encode(tokenizer, prompt):
+    messages = [{"role": "user", "content": prompt}]
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(PROMPTS))
+def test_greedy_text_is_that_of_plain_decoding(default_model, figure, name):
+    model, tokenizer = default_model
+    prompt = encode(tokenizer, PROMPTS[name])
+    options = {"sampling": Sampling(temperature=0), "max_tokens": 40}
+    plain = generate(model, tokenizer, prompt, **options)
+    # The model drafting for itself is right nearly always, so that whole drafts are accepted.
+    for drafter in (PromptLookup(), DraftModel(model, tokenizer, 2)):
+        result = generate(model, tokenizer, prompt, drafter=drafter, **options)
+        kind = type(drafter).__name__
+        figure(f"{kind} tokens per cycle", result.statistics.tokens_per_cycle)
+        gap = first_difference_gap(model, prompt, plain.tokens, result.tokens)
+        if gap is None:
+            assert result.text == plain.text
+        else:
+            figure(f"{kind} gap of the two best logits at the first difference", gap)
+            assert gap < NEAR_TIE
+        if isinstance(drafter, DraftModel):
+            assert result.statistics.acceptance_rate > 0.9
+        elif name == "copy":
+            assert result.statistics.tokens_per_cycle > 2
+
+
+@pytest.mark.slow
+def test_sampled_text_is_as_likely_as_the_model_says(default_model, figure):
+    model, tokenizer = default_model
+    prompt = encode(tokenizer, EXAMPLE)
+    result = generate(
+        model,
+        tokenizer,
+        prompt,
+        drafter=PromptLookup(min_ngram=1),
+        sampling=Sampling(temperature=0.7),
+        max_tokens=60,
+        stop_tokens=(),
+        seed=0,
+        logprobs="filtered",
+    )
+    assert set(result.sources) == {"draft", "residual", "bonus"}
+    # Given the text before it, a token's log-probability is minus the entropy on average.
+    logits = model(mx.array([prompt + result.tokens[:-1]]))[0, len(prompt) - 1 :] / 0.7
+    logprobs = np.array(logits - mx.logsumexp(logits, axis=1, keepdims=True), np.float64)
+    chosen = logprobs[np.arange(60), result.tokens]
+    np.testing.assert_allclose(result.logprobs, chosen, atol=1e-3)
+    means = (np.exp(logprobs) * logprobs).sum(1)
+    variances = (np.exp(logprobs) * logprobs**2).sum(1) - means**2
+    deviation = (chosen - means).sum() / np.sqrt(variances.sum())
+    figure("standard deviations from the expected log-probability", deviation)
+    assert abs(deviation) < 4
