@@ -7,6 +7,9 @@
 
 #include "sample.h"
 #include "verify_draft.h"
+#ifdef EXACTSPEC_METAL
+#include "verify_draft_metal.h"
+#endif
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -115,4 +118,14 @@ NB_MODULE(_ext, m) {
       "logprobs"_a,
       "stream"_a.none(),
       nb::call_guard<nb::gil_scoped_release>());
+
+#ifdef EXACTSPEC_METAL
+  m.def(
+      "set_metal_tuning",
+      [](int variant, int max_threads) {
+        metal_tuning() = {static_cast<MetalVariant>(variant), max_threads};
+      },
+      "variant"_a,
+      "max_threads"_a);
+#endif
 }

@@ -57,9 +57,11 @@ inline void check_shape(
   }
 }
 
-// The stream to run on; only CPU streams have a backend so far.
-inline mx::Stream cpu_stream(const char* op, mx::StreamOrDevice s) {
-  const char* expected = "a CPU stream or device (there is no GPU backend yet)";
+// The stream to run on.
+inline mx::Stream resolve_stream(const char* op, mx::StreamOrDevice s) {
+#ifdef EXACTSPEC_METAL
+  return mx::to_stream(s);
+#else
   try {
     auto stream = mx::to_stream(s);
     if (stream.device == mx::Device::cpu) {
@@ -68,7 +70,8 @@ inline mx::Stream cpu_stream(const char* op, mx::StreamOrDevice s) {
   } catch (const std::invalid_argument&) {
     // MLX was built without the device that was named.
   }
-  bad_argument(op, "stream", expected, "a GPU one");
+  bad_argument(op, "stream", "a CPU stream or device (this build has no GPU backend)", "a GPU one");
+#endif
 }
 
 } // namespace exactspec

@@ -21,7 +21,7 @@ std::vector<mx::array> sample(
     const std::optional<mx::array>& token_bitmask,
     Logprobs logprobs,
     mx::StreamOrDevice stream_or_device) {
-  auto stream = cpu_stream(kOp, stream_or_device);
+  auto stream = resolve_stream(kOp, stream_or_device);
   check_logits_dtype(kOp, "logits", logits);
   if (logits.ndim() < 1 || logits.ndim() > 2 || logits.shape(-1) < 1) {
     bad_argument(kOp, "logits", "shape [B, V] or [V] with V >= 1", describe(logits.shape()));
@@ -38,7 +38,7 @@ std::vector<mx::array> sample(
   }
   append_parameters(inputs, kOp, "sampling", sampling, batch_shape, stream);
 
-  Sample::Options options{sampling.order, logprobs, keys.has_value(), token_bitmask.has_value()};
+  Sample::Options options{sampling.order, logprobs, keys.has_value(), token_bitmask.has_value(), may_filter(sampling)};
   return SequencePrimitive::build(std::make_shared<Sample>(stream, options), inputs);
 }
 

@@ -33,6 +33,7 @@ class Sample : public SequencePrimitive {
     Logprobs logprobs;
     bool keyed;
     bool has_bitmask;
+    bool filtered; // whether a filter may be on
     bool operator==(const Options&) const = default;
   };
   enum Input { Logits, Noise, Bitmask, Parameters, NumInputs = Parameters + kNumParameters };
@@ -41,11 +42,17 @@ class Sample : public SequencePrimitive {
       : SequencePrimitive(stream), options_(options) {}
 
   void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override;
+#ifdef EXACTSPEC_METAL
+  void eval_gpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override;
+#endif
   const char* name() const override { return "sample"; }
   bool is_equivalent(const Primitive& other) const override;
   std::vector<mx::Shape> output_shapes(const std::vector<mx::array>& inputs) override;
 
  protected:
+#ifdef EXACTSPEC_METAL
+  void prepare(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override;
+#endif
   std::shared_ptr<SequencePrimitive> clone() override;
   std::vector<mx::Dtype> output_dtypes() const override;
   std::vector<int> core_ranks() const override;

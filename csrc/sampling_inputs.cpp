@@ -54,4 +54,13 @@ void append_parameters(
   append("min_p", sampling.min_p, mx::float32);
 }
 
+bool may_filter(const Sampling& sampling) {
+  auto on = [](const Parameter& value, double low, double high) {
+    auto number = std::get_if<double>(&value);
+    return !number || (*number > low && *number < high);
+  };
+  constexpr double inf = std::numeric_limits<double>::infinity();
+  return on(sampling.top_k, 0, inf) || on(sampling.top_p, -inf, 1) || on(sampling.min_p, 0, inf);
+}
+
 } // namespace exactspec

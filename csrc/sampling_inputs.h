@@ -34,6 +34,9 @@ void append_parameters(
     const mx::Shape& batch_shape,
     mx::Stream stream);
 
+// Whether a filter is on, or may be: the values of arrays are not known yet.
+bool may_filter(const Sampling& sampling);
+
 struct SamplingViews {
   // `first` is the index of the temperature among the inputs.
   SamplingViews(const std::vector<mx::array>& inputs, int first)

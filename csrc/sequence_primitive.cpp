@@ -16,7 +16,11 @@ std::vector<mx::array> SequencePrimitive::build(
     std::shared_ptr<SequencePrimitive> primitive, const std::vector<mx::array>& inputs) {
   auto shapes = primitive->output_shapes(inputs);
   auto dtypes = primitive->output_dtypes();
-  return mx::array::make_arrays(std::move(shapes), dtypes, std::move(primitive), inputs);
+  auto outputs = mx::array::make_arrays(std::move(shapes), dtypes, primitive, inputs);
+  if (primitive->device() == mx::Device::gpu) {
+    primitive->prepare(inputs, outputs);
+  }
+  return outputs;
 }
 
 std::pair<std::vector<mx::array>, std::vector<int>> SequencePrimitive::vmap(
@@ -52,7 +56,12 @@ std::pair<std::vector<mx::array>, std::vector<int>> SequencePrimitive::vmap(
       batch_shape = mx::Shape(shape.begin(), shape.begin() + batch_rank);
     }
     std::copy(batch_shape.begin(), batch_shape.end(), shape.begin());
-    moved.push_back(mx::broadcast_to(x, shape, stream()));
+    x = mx::broadcast_to(x, shape, stream());
+#ifdef EXACTSPEC_METAL
+    // Shaders know one stride for all batch axes together.
+    x = batch_rank > 1 ? mx::contiguous(x, false, stream()) : x;
+#endif
+    moved.push_back(x);
   }
   auto outputs = build(clone(), moved);
   return {outputs, std::vector<int>(outputs.size(), 0)};

@@ -42,10 +42,12 @@ class SequencePrimitive : public mx::Primitive {
       const std::vector<int>& argnums,
       const std::vector<mx::array>& outputs) override;
 
-  // Operations refuse GPU streams when they are built, so this is never reached.
+  // Without a GPU backend operations refuse GPU streams when they are built: never reached then.
   void eval_gpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override;
 
  protected:
+  // Compiles what evaluation on a GPU needs: it may throw, evaluation may not.
+  virtual void prepare(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) {}
   virtual std::shared_ptr<SequencePrimitive> clone() = 0;
   virtual std::vector<mx::Dtype> output_dtypes() const = 0;
   // Per input; the first input has all batch axes.

@@ -81,7 +81,7 @@ std::vector<mx::array> verify_draft(
     Logprobs logprobs,
     bool stats,
     mx::StreamOrDevice stream_or_device) {
-  auto stream = cpu_stream(kOp, stream_or_device);
+  auto stream = resolve_stream(kOp, stream_or_device);
 
   check_logits_dtype(kOp, "target_logits", target_logits);
   const auto& shape = target_logits.shape();
@@ -135,7 +135,9 @@ std::vector<mx::array> verify_draft(
       draft_lengths.has_value(),
       draft.vocab.has_value(),
       draft.stats.has_value(),
-      token_bitmask.has_value()};
+      token_bitmask.has_value(),
+      may_filter(sampling),
+      may_filter(draft_sampling)};
   return SequencePrimitive::build(std::make_shared<VerifyDraft>(stream, options), inputs);
 }
 

@@ -1,0 +1,247 @@
+#include <metal_stdlib>
+
+using namespace metal;
+
+#include "verify_draft.h"
+
+using namespace exactspec;
+
+#define BUFFERS \
+  const device uchar* target_logits [[buffer(BUF_TARGET_LOGITS)]], \
+  const device int* draft_tokens [[buffer(BUF_DRAFT_TOKENS)]], \
+  const device int* draft_lengths [[buffer(BUF_DRAFT_LENGTHS)]], \
+  const device uchar* draft_rows [[buffer(BUF_DRAFT_ROWS)]], \
+  const device float* draft_probs [[buffer(BUF_DRAFT_PROBS)]], \
+  const device int* draft_vocab [[buffer(BUF_DRAFT_VOCAB)]], \
+  const device float* draft_stats [[buffer(BUF_DRAFT_STATS)]], \
+  const device uint* noise [[buffer(BUF_NOISE)]], \
+  const device uint* bitmask [[buffer(BUF_BITMASK)]], \
+  const device float* temperature [[buffer(BUF_PARAMETERS)]], \
+  const device int* top_k [[buffer(BUF_PARAMETERS + 1)]], \
+  const device float* top_p [[buffer(BUF_PARAMETERS + 2)]], \
+  const device float* min_p [[buffer(BUF_PARAMETERS + 3)]], \
+  const device float* draft_temperature [[buffer(BUF_PARAMETERS + 4)]], \
+  const device int* draft_top_k [[buffer(BUF_PARAMETERS + 5)]], \
+  const device float* draft_top_p [[buffer(BUF_PARAMETERS + 6)]], \
+  const device float* draft_min_p [[buffer(BUF_PARAMETERS + 7)]], \
+  constant VerifyDraftParams& params [[buffer(BUF_PARAMS)]], \
+  device float4* partials [[buffer(BUF_PARTIALS)]], \
+  device float4* rows [[buffer(BUF_ROWS)]], \
+  device float* mass [[buffer(BUF_MASS)]], \
+  device float* scattered [[buffer(BUF_SCATTERED)]], \
+  device int* tokens [[buffer(BUF_TOKENS)]], \
+  device int* num_accepted [[buffer(BUF_NUM_ACCEPTED)]], \
+  device uint* status [[buffer(BUF_STATUS)]], \
+  device float* logprobs [[buffer(BUF_LOGPROBS)]], \
+  device float* stats0 [[buffer(BUF_STATS)]], \
+  device float* stats1 [[buffer(BUF_STATS + 1)]], \
+  device float* stats2 [[buffer(BUF_STATS + 2)]], \
+  device float* stats3 [[buffer(BUF_STATS + 3)]], \
+  uint3 group [[threadgroup_position_in_grid]], \
+  uint tid [[thread_index_in_threadgroup]], \
+  uint3 threads [[threads_per_threadgroup]]
+
+#define SEQUENCE(b) \
+  Buffers buffers = {target_logits, draft_tokens, draft_lengths, draft_rows, draft_probs, draft_vocab, \
+      draft_stats, noise, bitmask, {temperature, draft_temperature}, {top_k, draft_top_k}, \
+      {top_p, draft_top_p}, {min_p, draft_min_p}, &params, partials, rows, mass, scattered, tokens, \
+      num_accepted, status, logprobs}; \
+  Sequence sequence(buffers, int(b), tid, threads.x)
+
+#define FILTER_MEMORY \
+  threadgroup atomic_uint bin_count[DIGIT_BINS]; \
+  threadgroup atomic_uint bin_mass_low[DIGIT_BINS]; \
+  threadgroup atomic_uint bin_mass_high[DIGIT_BINS]; \
+  threadgroup uint2 candidates[MAX_CANDIDATES]; \
+  threadgroup atomic_uint scalars[4]; \
+  threadgroup uint found[8]; \
+  FilterMemory memory = {bin_count, bin_mass_low, bin_mass_high, candidates, scalars, found}
+
+// Grid (ceil(row_blocks / simdgroups), rows, B): a simdgroup reduces a block.
+[[kernel]] void verify_draft_partials(BUFFERS) {
+  SEQUENCE(group.z);
+  uint bits = 0;
+  int r = int(group.y);
+  int block = int(group.x * sequence.num_simdgroups + sequence.simdgroup);
+  if (sequence.valid() && sequence.needed(r, sequence.length(bits)) &&
+      block < sequence.row(r).num_blocks()) {
+    sequence.reduce(r, block);
+  }
+}
+
+// Grid (1, rows, B): a threadgroup finds a row's cut and normaliser.
+[[kernel]] void verify_draft_rows(BUFFERS) {
+  FILTER_MEMORY;
+  SEQUENCE(group.z);
+  uint bits = 0;
+  int r = int(group.y);
+  if (sequence.valid() && sequence.row_filtered(r) && sequence.needed(r, sequence.length(bits))) {
+    sequence.filter(r, memory);
+  }
+}
+
+// Grid (ceil(blocks / simdgroups), 1, B), dense drafts: masses of the residual at the rejection.
+[[kernel]] void verify_draft_residual(BUFFERS) {
+  threadgroup int shared[4];
+  threadgroup atomic_uint repeats;
+  SEQUENCE(group.z);
+  if (!sequence.valid()) {
+    return;
+  }
+  if (sequence.simdgroup == 0) {
+    uint bits = 0;
+    Next next;
+    int accepted = sequence.accept_prefix(sequence.length(bits), next, bits);
+    if (sequence.lane == 0) {
+      shared[0] = accepted;
+      shared[1] = int(next);
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  int slot = shared[0];
+  Next next = Next(shared[1]);
+  // A greedy target's residual is its token: there is nothing to sum.
+  if (next != Next::Residual) {
+    return;
+  }
+  Distribution target = sequence.distribution(slot);
+  Distribution draft = sequence.distribution(sequence.K + 1 + slot);
+  int num_blocks = sequence.target_row(slot).num_blocks();
+  int first = int(group.x * sequence.num_simdgroups);
+  if (has_vocab) {
+    int last_id = min(params.vocab_size, (first + int(sequence.num_simdgroups)) * DRAW_BLOCK);
+    sequence.scatter(slot, draft, first * DRAW_BLOCK, last_id, &repeats);
+  }
+  int block = first + int(sequence.simdgroup);
+  if (block < num_blocks) {
+    sequence.store_mass(slot, next, target, draft, block);
+  }
+}
+
+// Grid (1, 1, B): decides, draws and writes.
+[[kernel]] void verify_draft_draw(BUFFERS) {
+  threadgroup int shared[4];
+  threadgroup atomic_uint repeats;
+  SEQUENCE(group.z);
+  int accepted = 0;
+  Next next = Next::Nothing;
+  uint bits = BAD_PARAMETER;
+  if (sequence.valid()) {
+    if (sequence.simdgroup == 0) {
+      bits = 0;
+      accepted = sequence.accept_prefix(sequence.length(bits), next, bits);
+      if (sequence.lane == 0) {
+        shared[0] = accepted;
+        shared[1] = int(next);
+      }
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    accepted = shared[0];
+    next = Next(shared[1]);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+  }
+  sequence.finish(accepted, next, bits, sequence.dense(), shared, &repeats);
+  if (is_sample && sequence.simdgroup == 0) {
+    sequence.write_row_stats(stats0);
+  }
+}
+
+// Grid (1, 1, B): the whole call by one threadgroup per sequence. Rows are read when they are reached.
+[[kernel]] void verify_draft_sequence(BUFFERS) {
+  FILTER_MEMORY;
+  threadgroup int shared[4];
+  threadgroup atomic_uint repeats;
+  SEQUENCE(group.z);
+  int accepted = 0;
+  Next next = Next::Nothing;
+  uint bits = BAD_PARAMETER;
+  if (sequence.valid()) {
+    bits = 0;
+    int n = sequence.length(bits);
+    for (bool more = true; more;) {
+      for (int side = 0; side < 2; ++side) {
+        int r = side == 0 ? accepted : sequence.K + 1 + accepted;
+        if (side == 1 && accepted == n) {
+          continue;
+        }
+        if (!sequence.needed(r, n)) {
+          continue;
+        }
+        int num_blocks = sequence.row(r).num_blocks();
+        for (int block = sequence.simdgroup; block < num_blocks; block += sequence.num_simdgroups) {
+          sequence.reduce(r, block);
+        }
+        threadgroup_barrier(mem_flags::mem_device);
+        if (sequence.row_filtered(r)) {
+          sequence.filter(r, memory);
+          threadgroup_barrier(mem_flags::mem_device);
+        }
+      }
+      if (sequence.simdgroup == 0) {
+        more = sequence.accept_slot(accepted, n, next, bits);
+        if (sequence.lane == 0) {
+          shared[0] = more;
+          shared[1] = int(next);
+        }
+      }
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+      more = shared[0];
+      next = Next(shared[1]);
+      accepted += more;
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+    }
+  }
+  sequence.finish(accepted, next, bits, false, shared, &repeats);
+  if (is_sample && sequence.simdgroup == 0) {
+    sequence.write_row_stats(stats0);
+  }
+}
+
+// Grid (K, 1, B), after partials and rows: statistics of a slot.
+[[kernel]] void verify_draft_stats(BUFFERS) {
+  threadgroup atomic_uint repeats;
+  SEQUENCE(group.z);
+  int slot = int(group.x);
+  int K = sequence.K;
+  float value[4] = {NAN, NAN, NAN, NAN};
+  uint bits = 0;
+  bool used = sequence.valid() && slot < sequence.length(bits);
+  for (int i = 0; i <= slot && used; ++i) {
+    used = sequence.can_produce(i);
+  }
+  if (used) {
+    int r = K + 1 + slot;
+    Distribution target = sequence.distribution(slot);
+    Distribution draft = target;
+    bool good_draft = true;
+    if (sequence.dense()) {
+      draft = sequence.distribution(r);
+      good_draft = draft.finite;
+    } else if (draft_kind == int(DraftKind::Sparse)) {
+      good_draft = !sequence.sparse_is_bad(slot);
+    }
+    if (target.finite) {
+      value[2] = sequence.entropy(slot, target, r);
+    }
+    if (good_draft) {
+      value[3] = sequence.dense() && !has_vocab ? sequence.entropy(r, draft, r)
+                                                : sequence.listed_entropy(slot, draft);
+    }
+    if (target.finite && good_draft) {
+      float prob = sequence.target_prob(slot, target);
+      float draft_prob = sequence.draft_prob(slot, draft);
+      value[0] = draft_prob > 0 ? min(1.0f, prob / draft_prob) : float(prob > 0);
+      if (has_vocab) {
+        sequence.scatter(slot, draft, 0, params.vocab_size, &repeats);
+      }
+      value[1] = sequence.overlap(slot, target, draft, r);
+    }
+  }
+  if (tid == 0) {
+    int64_t at = int64_t(group.z) * K + slot;
+    stats0[at] = value[0];
+    stats1[at] = value[1];
+    stats2[at] = value[2];
+    stats3[at] = value[3];
+  }
+}

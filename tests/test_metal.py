@@ -1,0 +1,162 @@
+"""What only the Metal backend promises, on the simulator: the same bits however a call is spread
+over threadgroups, and limits on dispatches and device bytes."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from exactspec import Sampling, sample
+from metal_sim import simulator
+
+FILTERS = {
+    "temperature": Sampling(0.6),
+    "top_k": Sampling(0.6, top_k=20),
+    "top_p": Sampling(0.6, top_p=0.9),
+    "both": Sampling(0.6, top_k=20, top_p=0.9),
+    "sequential": Sampling(0.6, top_k=50, top_p=0.9, order="sequential"),
+    "temperature_last": Sampling(0.6, top_k=50, top_p=0.9, min_p=0.01, order="temperature_last"),
+}
+DRAFTS = ("dense", "stats", "vocab", "sparse", "one-hot")
+DTYPES = (mx.float32, mx.float16, mx.bfloat16)
+# Variant, threads of a threadgroup, order of execution. The first is what the others must equal.
+SPREADS = [
+    ("sequence", 512, "forward"),
+    ("sequence", 96, "reverse"),
+    ("split", 128, "forward"),
+    ("split", 32, "random"),
+    ("split", 512, "random"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _no_reports():
+    simulator.take_calls()
+    yield
+    simulator.check()
+
+
+def problem(batch, num_slots, vocab_size, kind, sampling, dtype=mx.float32, rejected=None):
+    """Arguments of verify_draft for a draft that follows the target closely. With ``rejected`` the
+    drafts before that slot are accepted and its own is not."""
+    keys = mx.random.split(mx.random.key(vocab_size + num_slots), 5)
+    shape = (batch, num_slots, vocab_size)
+    target = (2 * mx.random.normal((batch, num_slots + 1, vocab_size), key=keys[0])).astype(dtype)
+    logits = (target[:, :num_slots] + 0.3 * mx.random.normal(shape, key=keys[1])).astype(dtype)
+    drawn = sample(
+        logits.reshape(-1, vocab_size),
+        sampling,
+        keys=mx.random.split(keys[2], batch * num_slots),
+    )
+    tokens = drawn.tokens.reshape(batch, num_slots)
+    uniforms = mx.random.uniform(shape=(batch, num_slots + 2), key=keys[3])
+    if rejected is not None:
+        uniforms[:, :rejected] = 0.0
+        uniforms[:, rejected] = 0.9999
+        overrated = mx.argmax(logits[:, rejected] - target[:, rejected], axis=-1)
+        tokens[:, rejected] = overrated.astype(mx.int32)
+    arguments = {"sampling": sampling, "uniforms": uniforms, "logprobs": "raw"}
+    if kind in ("dense", "stats", "vocab"):
+        arguments["draft_logits"] = logits
+    if kind == "stats":
+        arguments["draft_stats"] = drawn.row_stats.reshape(batch, num_slots, 4)
+    if kind == "vocab":
+        # Half the columns, each id twice, in no order.
+        ids = mx.random.permutation(vocab_size // 4, key=keys[4]).astype(mx.int32) * 4
+        arguments["draft_vocab"] = mx.concatenate([ids, ids])
+        arguments["draft_logits"] = logits[..., : 2 * ids.size]
+        tokens = mx.take(ids, tokens % ids.size)
+    if kind == "sparse":
+        others = (tokens[..., None] + mx.array([0, 1, 2100])) % vocab_size
+        arguments["draft_ids"] = others.astype(mx.int32)
+        arguments["draft_probs"] = mx.broadcast_to(mx.array([0.5, 0.3, 0.2]), others.shape)
+    return target, tokens, arguments
+
+
+def run(target, tokens, arguments, spread, **options):
+    variant, max_threads, order = spread
+    with simulator.options(variant=variant, max_threads=max_threads, order=order, **options):
+        result = simulator.verify_draft(target, tokens, **arguments)
+        arrays = [x for x in result if isinstance(x, mx.array)] + list(result.stats or ())
+        mx.eval(arrays)
+    return [np.array(x) for x in arrays]
+
+
+def assert_same_bits(first, second):
+    for a, b in zip(first, second, strict=True):
+        np.testing.assert_array_equal(a.view(np.uint32), b.view(np.uint32))
+
+
+@pytest.mark.parametrize("kind", DRAFTS)
+@pytest.mark.parametrize("name", FILTERS)
+def test_same_bits_however_it_is_spread(kind, name):
+    dtype = DTYPES[(len(kind) + len(name)) % 3]
+    arguments = problem(2, 3, 5003, kind, FILTERS[name], dtype)
+    first = run(*arguments, SPREADS[0])
+    for spread in SPREADS[1:]:
+        assert_same_bits(first, run(*arguments, spread))
+
+
+@pytest.mark.parametrize("kind", DRAFTS)
+def test_statistics_have_the_same_bits_for_every_group_size(kind):
+    target, tokens, arguments = problem(2, 2, 4099, kind, FILTERS["both"])
+    arguments["stats"] = True
+    first = run(target, tokens, arguments, SPREADS[2])
+    for spread in SPREADS[3:]:
+        assert_same_bits(first, run(target, tokens, arguments, spread))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_that_cannot_be_read_wide_have_the_same_bits(dtype):
+    # Rows of 2501 values start at odd addresses; in the padded copy they start at 16-byte ones.
+    target, tokens, arguments = problem(2, 2, 2501, "dense", FILTERS["top_p"], dtype)
+    first = run(target, tokens, arguments, SPREADS[2])
+
+    def padded(x):
+        return mx.pad(x, [(0, 0), (0, 0), (0, 3)], constant_values=60000.0)[..., :2501]
+
+    arguments["draft_logits"] = padded(arguments["draft_logits"])
+    assert_same_bits(first, run(padded(target), tokens, arguments, SPREADS[2]))
+
+
+# At the first rejection the row pair is read again: 2 rows of 9 at K = 4. Filters read the blocks
+# that can hold kept ids once more; a nucleus alone is searched digit by digit (float32 three times,
+# 16 bits twice) and, where the cut falls among equal logits, once by id.
+LIMITS = [
+    # filter, draft, dtype, variant, dispatches, bytes of logits over compulsory ones
+    ("temperature", "dense", mx.float32, "split", 3, 1.25),
+    ("temperature", "one-hot", mx.float32, "split", 2, 1.02),
+    ("temperature", "sparse", mx.bfloat16, "split", 2, 1.03),
+    ("temperature", "dense", mx.bfloat16, "sequence", 1, 1.35),
+    ("temperature", "one-hot", mx.float32, "sequence", 1, 1.02),
+    ("both", "dense", mx.float32, "split", 4, 1.5),
+    ("both", "one-hot", mx.bfloat16, "split", 3, 1.5),
+    ("top_k", "dense", mx.bfloat16, "sequence", 1, 1.5),
+    ("top_p", "dense", mx.float32, "split", 4, 4.25),
+    ("top_p", "dense", mx.bfloat16, "split", 4, 4.25),
+]
+
+
+@pytest.mark.parametrize("name, kind, dtype, variant, dispatches, limit", LIMITS)
+def test_dispatches_and_device_bytes(name, kind, dtype, variant, dispatches, limit, figure):
+    """Rows that must be read: all in the split variant, those up to the rejection in the other."""
+    num_slots, vocab_size = 4, 152064
+    target, tokens, arguments = problem(
+        1, num_slots, vocab_size, kind, FILTERS[name], dtype, rejected=2
+    )
+    del arguments["logprobs"]
+    _, num_accepted, *_ = run(target, tokens, arguments, (variant, 0, "forward"), shadow=False)
+    (call,) = simulator.take_calls()
+    assert num_accepted.item() == 2
+    reached = num_slots if variant == "split" else min(num_accepted.item() + 1, num_slots)
+    target_rows = num_slots + 1 if variant == "split" else num_accepted.item() + 1
+    rows = target_rows + (reached if kind == "dense" else 0)
+    compulsory = rows * vocab_size * dtype.size
+    logits = {"input 0", "input 3"} if kind == "dense" else {"input 0"}
+    read = sum(b["read"] for b in call["buffers"] if b["name"] in logits)
+    others = sum(b["unique_read"] for b in call["buffers"] if b["name"] not in logits)
+    written = sum(b["written"] for b in call["buffers"])
+    figure("logits read over compulsory", read / compulsory)
+    assert len(call["dispatches"]) == dispatches
+    assert read <= limit * compulsory
+    assert others + written <= 0.05 * compulsory

@@ -1,0 +1,266 @@
+"""The simulator itself: it runs MLX's own kernels right, and finds planted faults."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+
+import exactspec
+import mlx.core as mx
+import numpy as np
+import pytest
+from exactspec import Sampling
+
+if not sys.platform.startswith("linux"):
+    pytest.skip("the simulator runs on Linux", allow_module_level=True)
+
+from metal_sim import faults, lint, mlx_kernels, simulator, toolchain  # noqa: E402
+from metal_sim.language_errors import ERRORS, KERNEL, PRELUDE  # noqa: E402
+from metal_sim.translate import TranslationError, translate  # noqa: E402
+
+FLOATS = (mx.float32, mx.float16, mx.bfloat16)
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    """No report of an earlier test."""
+    mx.set_default_device(mx.cpu)
+    simulator.take_reports()
+    simulator.take_calls()
+
+
+# MLX's own kernels: right in every order, and nothing to report.
+
+SOUND_CASES = [
+    *(
+        mlx_kernels.softmax(size, dtype)
+        for size in (1, 31, 33, 1000, 4096, 5001)
+        for dtype in FLOATS
+    ),
+    *(
+        mlx_kernels.logsumexp(size, dtype)
+        for size in (1, 31, 33, 1000, 4096, 5001)
+        for dtype in FLOATS
+    ),
+    *(mlx_kernels.scan(5001, kind) for kind in ("inclusive", "exclusive", "reverse_inclusive")),
+    mlx_kernels.scan(9000, dtype=mx.int32),
+    *(mlx_kernels.strided_scan(*shape) for shape in ((1, 1), (33, 31), (70, 40))),
+    mlx_kernels.strided_scan(70, 40, "exclusive"),
+    *(mlx_kernels.all_reduce(size, op) for size in (1, 31, 1000, 5000) for op in ("sum", "max")),
+    mlx_kernels.all_reduce(1000, dtype=mx.int32),
+    *(mlx_kernels.row_reduce(*shape) for shape in ((4, 1), (8, 33), (4, 1000))),
+]
+
+
+@pytest.mark.parametrize("order", simulator.ORDERS)
+@pytest.mark.parametrize("case", SOUND_CASES, ids=lambda c: f"{c.kernel}-{c.x.shape}")
+def test_mlx_kernels_are_right_and_sound(case, order):
+    with simulator.options(order=order, seed=7):
+        out = mlx_kernels.run(case)
+    assert case.error(out) <= 1
+    simulator.check()
+    (call,) = simulator.take_calls()
+    assert [d["kernel"] for d in call["dispatches"]] == [case.kernel]
+
+
+def test_mlx_scan_of_a_short_row_reads_unwritten_memory():
+    """A true report: MLX scans 32 entries whatever the number of simdgroups; it drops the rest."""
+    case = mlx_kernels.scan(1000)
+    out = mlx_kernels.run(case)
+    assert case.error(out) <= 1
+    assert {r.kind for r in simulator.take_reports()} == {"unwritten memory"}
+
+
+def test_full_vocabulary_without_shadow_memory():
+    case = mlx_kernels.softmax(152064, mx.float32)
+    with simulator.options(shadow=False):
+        out = mlx_kernels.run(case)
+    assert case.error(out) <= 1
+    simulator.check()
+    (call,) = simulator.take_calls()
+    counters = {b["name"]: b for b in call["buffers"]}
+    size = case.x.nbytes
+    assert counters["input 0"]["read"] == 2 * size  # the looped variant reads twice
+    assert counters["input 0"]["unique_read"] == size
+    assert counters["output 0"]["written"] == counters["output 0"]["unique_written"] == size
+
+
+# Planted faults.
+
+
+@pytest.mark.parametrize("fault", faults.all_faults(), ids=lambda f: f.name.replace(" ", "_"))
+def test_planted_faults_are_found(fault):
+    findings = {order: faults.examine(fault, order) for order in simulator.ORDERS}
+    for order, finding in findings.items():
+        if fault.found_as == faults.NOT_A_FAULT:
+            assert not finding.kinds and finding.right_output, order
+        elif fault.found_as == faults.WRONG_OUTPUT:
+            assert not finding.kinds and finding.right_output is False, order
+        else:
+            assert fault.found_as in finding.kinds, (order, finding.kinds)
+    # The documentation shows what was found.
+    assert faults.row(fault, findings) in (toolchain.ROOT / "docs" / "metal_sim.md").read_text()
+
+
+@pytest.mark.parametrize("order", simulator.ORDERS)
+def test_the_launch_that_faults_are_planted_in_is_sound(order):
+    finding = faults.examine(faults.sound(), order)
+    assert finding == faults.Finding(frozenset(), True)
+
+
+@pytest.mark.skipif(not shutil.which("addr2line"), reason="addr2line (binutils) is not installed")
+def test_reports_name_the_line():
+    next(f for f in faults.planted() if f.name == "no barrier").run()
+    report = next(r for r in simulator.take_reports() if r.kind == "threadgroup race")
+    text = (faults.HERE / "planted.metal").read_text().splitlines()
+    lines = [int(place.rsplit(":", 1)[1]) for place in (report.place, report.other_place)]
+    found = {text[line - 1].strip() for line in lines}
+    assert found == {"row[i] = in[i];", "out[i] = row[63 - i];"}
+
+
+# The project's own operations.
+
+VOCAB = 300
+
+
+def _calls() -> list[dict]:
+    """Calls that between them run every kernel and most of their branches."""
+    rng = np.random.default_rng(0)
+    batch, slots = 2, 2
+    target = mx.array(3 * rng.standard_normal((batch, slots + 1, 5000)).astype(np.float32))
+    draft = mx.array(3 * rng.standard_normal((batch, slots, 5000)).astype(np.float32))
+    tokens = mx.argmax(draft, -1).astype(mx.int32)
+    uniforms = mx.array([[0.01, 0.99, 0.5, 0.5], [0.99, 0.01, 0.3, 0.9]])
+    dense = dict(target_logits=target, draft_tokens=tokens, draft_logits=draft, uniforms=uniforms)
+    onehot = dict(target_logits=target, draft_tokens=tokens, uniforms=uniforms)
+    vocab = mx.array(rng.permutation(VOCAB).astype(np.int32))
+    small_tokens = mx.argmax(draft[..., :VOCAB], -1)
+    mapped = dict(
+        target_logits=target[..., :VOCAB],
+        draft_logits=draft[..., :VOCAB],
+        draft_vocab=vocab,
+        draft_tokens=vocab[small_tokens],
+        uniforms=uniforms,
+    )
+    vocab = mx.concatenate([vocab[:200], vocab[:100]])
+    repeated = dict(mapped, draft_vocab=vocab, draft_tokens=vocab[small_tokens])
+    return [
+        dense,
+        onehot,
+        mapped,
+        dict(mapped, stats=True),
+        repeated,
+        dict(repeated, stats=True),
+        dict(dense, sampling=Sampling(top_k=20, top_p=0.9)),
+        dict(dense, sampling=Sampling(top_k=50, top_p=0.9, min_p=0.01, order="sequential")),
+        dict(dense, sampling=Sampling(min_p=0.05), logprobs="raw"),
+        dict(dense, sampling=Sampling(temperature=0.0)),
+        dict(
+            onehot, sampling=Sampling(0.7, top_p=0.8, order="temperature_last"), logprobs="filtered"
+        ),
+        dict(onehot, sampling=Sampling(top_k=2)),
+    ]
+
+
+def _run(call: dict, **options) -> list[np.ndarray]:
+    with simulator.options(**options):
+        result = simulator.verify_draft(**call)
+        arrays = [result.tokens, result.num_accepted, result.status]
+        arrays += [] if result.logprobs is None else [result.logprobs]
+        arrays += [] if result.stats is None else list(result.stats)
+        mx.eval(*arrays)
+    return [np.array(a) for a in arrays]
+
+
+@pytest.mark.parametrize("variant", ["sequence", "split"])
+def test_operations_give_the_same_bits_in_every_order(variant):
+    for call in _calls():
+        expected = exactspec.verify_draft(**call)
+        results = [
+            _run(call, order=order, seed=3, variant=variant, max_threads=threads)
+            for order in simulator.ORDERS
+            for threads in (32, 96)
+        ]
+        simulator.check()
+        np.testing.assert_array_equal(results[0][0], np.array(expected.tokens))
+        for other in results[1:]:
+            for a, b in zip(results[0], other):
+                np.testing.assert_array_equal(a.view(np.uint32), b.view(np.uint32))
+
+
+def test_every_kernel_of_the_operations_runs():
+    for call in _calls():
+        for variant in ("sequence", "split"):
+            _run(call, variant=variant)
+    ran = {d["kernel"] for call in simulator.take_calls() for d in call["dispatches"]}
+    source = toolchain.preprocess(toolchain.shader_source(), toolchain.BUILD / "shader.metal")
+    assert ran == set(translate(source, name="all").kernels)
+
+
+def test_each_row_is_read_once():
+    """Without filters, a one-hot draft: the rows once, then the block that is drawn from."""
+    call = _calls()[1]
+    _run(call, variant="split")
+    (counters,) = simulator.take_calls()
+    logits = next(b for b in counters["buffers"] if b["name"] == "input 0")
+    size = call["target_logits"].nbytes
+    assert logits["unique_read"] == size
+    assert size <= logits["read"] < 1.6 * size
+
+
+BARRIER = re.compile(r"threadgroup_barrier\([^;]*\);")
+UNNOTICED_BARRIERS = 2
+"""Barriers in front of a reuse of memory that no call makes today."""
+
+
+@pytest.mark.slow
+def test_removed_barriers_of_the_shaders_are_noticed():
+    """Reports or other bits; a few barriers are there for what might come next."""
+    calls = [(c, v) for c in _calls() for v in ("sequence", "split")]
+    sound = [_run(c, variant=v, order="random", seed=1, max_threads=64) for c, v in calls]
+    source = toolchain.shader_source()
+    unnoticed = []
+    for match in BARRIER.finditer(source):
+        start, end = match.span()
+        with simulator.changed_shader(lambda text: text[:start] + text[end:]):
+            for (c, v), expected in zip(calls, sound):
+                results = _run(c, variant=v, order="random", seed=1, max_threads=64)
+                same = all(np.array_equal(a, b, equal_nan=True) for a, b in zip(results, expected))
+                if simulator.take_reports() or not same:
+                    break
+            else:
+                unnoticed.append(source.count("\n", 0, start) + 1)
+    assert len(unnoticed) <= UNNOTICED_BARRIERS, f"lines {unnoticed} of the shader's text"
+
+
+# Translation and static checks.
+
+
+@pytest.mark.parametrize(
+    "source, message",
+    [
+        ("kernel int k(device int* a) { return 1; }", "must return void"),
+        ("kernel void k(device int* a);", "where they are defined"),
+        ('template [[host_name("a")]] [[kernel]] void k<int>(device int*);', "unknown kernel"),
+        ("kernel void k(device int* a) { __local int x = 1; }", "no initialiser"),
+        ("kernel void k(device int* a [[vertex_id]]) {}", "not supported"),
+        ("float f() { return metal::float2(1.0f, 2.0f).x; }", "without a namespace"),
+    ],
+)
+def test_source_outside_the_subset_is_refused(source, message):
+    with pytest.raises(TranslationError, match=message):
+        translate(source, name="test")
+
+
+def test_the_shaders_pass_the_static_checks():
+    assert lint.check(toolchain.shader_source()) == []
+
+
+def test_static_checks_accept_sound_source():
+    assert lint.check(PRELUDE + KERNEL) == []
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda name: name.replace(" ", "_"))
+def test_planted_language_errors_are_found(error):
+    assert lint.check(PRELUDE + ERRORS[error] + KERNEL)
