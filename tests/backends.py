@@ -13,9 +13,23 @@ class Backend(NamedTuple):
     name: str
     verify_draft: Callable[..., exactspec.VerifyResult]
     sample: Callable[..., exactspec.SampleResult]
+    fused: bool = True  # a primitive of its own, not composed of mx operations
+    simulated: bool = False  # thousands of times slower than the device it stands for
+
+
+def simulated(operation: str) -> Callable:
+    """An operation on the simulated GPU, whose extension is built when it is first used."""
+
+    def call(*args, **kwargs):
+        from metal_sim import simulator
+
+        return getattr(simulator, operation)(*args, **kwargs)
+
+    return call
 
 
 BACKENDS = [
     Backend("cpu", exactspec.verify_draft, exactspec.sample),
-    Backend("reference", reference.verify_draft, reference.sample),
+    Backend("reference", reference.verify_draft, reference.sample, fused=False),
+    Backend("metal-sim", simulated("verify_draft"), simulated("sample"), simulated=True),
 ]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from exactspec import Sampling, __version__, cli
+from exactspec import Sampling, __version__, cli, models
 from exactspec.drafters import DraftModel, PromptLookup
 from exactspec.generate import generate
 from exactspec.models import load
@@ -81,7 +81,7 @@ def test_text_goes_to_standard_output_and_notes_to_standard_error(folders):
     for pattern in (
         r"prompt +7 tokens, [\d.]+ tokens/s",
         rf"text +{len(text.tokens)} tokens, [\d.]+ tokens/s, ended by a stop token",
-        r"cycles +\d+ of \d\.\d\d tokens, \d\.\d\d of them accepted drafts",
+        r"cycles +\d+, of \d\.\d\d tokens each, \d\.\d\d of them accepted drafts",
         r"accepted +\d+% of \d+ draft tokens",
         r"slot 1 .* \d+%",
         r"time +draft [\d.]+%, target [\d.]+%, verify [\d.]+%",
@@ -199,6 +199,13 @@ def test_errors_are_one_line(folders, arguments, message):
     result = invoke(*arguments, "--json", code=1)
     assert result.stdout == ""
     assert re.fullmatch(rf"error: {message}.*\n", result.stderr), result.stderr
+
+
+def test_missing_default_model(monkeypatch):
+    missing = models.DEFAULT_MODEL._replace(package="a_package_that_does_not_exist")
+    monkeypatch.setattr(models, "DEFAULT_MODEL", missing)
+    result = invoke(PROMPT, code=1)
+    assert "run `pip install" in result.stderr and result.stderr.count("\n") == 1
 
 
 def test_usage_errors(folders):

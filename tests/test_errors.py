@@ -361,40 +361,42 @@ def test_gpu_stream(backend):
             operation(**given(stream=mx.gpu))
 
 
-def test_no_gradient(backend):
+def test_no_gradient(fused_backend):
     target = mx.random.normal((B, K + 1, V), key=mx.random.key(0))
 
     def loss(logits):
         arguments = dense(target_logits=logits, logprobs="filtered")
-        return backend.verify_draft(**arguments).logprobs.sum()
+        return fused_backend.verify_draft(**arguments).logprobs.sum()
 
     with pytest.raises(ValueError, match="derivative") as error:
         mx.eval(mx.grad(loss)(target))
     assert "verify_draft" in str(error.value).lower() or "VerifyDraft" in str(error.value)
     with pytest.raises(ValueError, match="derivative") as error:
         mx.eval(
-            mx.grad(lambda x: backend.sample(**plain(logits=x, logprobs="raw")).logprobs.sum())(
-                target[:, 0]
-            )
+            mx.grad(
+                lambda x: fused_backend.sample(**plain(logits=x, logprobs="raw")).logprobs.sum()
+            )(target[:, 0])
         )
     assert "sample" in str(error.value).lower()
 
 
-def test_no_forward_gradient(backend):
+def test_no_forward_gradient(fused_backend):
     target = mx.random.normal((B, K + 1, V), key=mx.random.key(0))
     with pytest.raises(ValueError, match="derivative"):
         mx.eval(
             mx.jvp(
-                lambda x: backend.verify_draft(**dense(target_logits=x, logprobs="raw")).logprobs,
+                lambda x: (
+                    fused_backend.verify_draft(**dense(target_logits=x, logprobs="raw")).logprobs
+                ),
                 [target],
                 [target],
             )
         )
 
 
-def test_no_export(backend, tmp_path):
+def test_no_export(fused_backend, tmp_path):
     def verify(target, tokens, uniforms):
-        return backend.verify_draft(target, tokens, uniforms=uniforms).tokens
+        return fused_backend.verify_draft(target, tokens, uniforms=uniforms).tokens
 
     with pytest.raises((RuntimeError, ValueError), match="export|serializ") as error:
         mx.export_function(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from importlib.resources import files
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
@@ -78,3 +80,16 @@ def test_sampled_text_is_as_likely_as_the_model_says(default_model, figure):
     deviation = (chosen - means).sum() / np.sqrt(variances.sum())
     figure("standard deviations from the expected log-probability", deviation)
     assert abs(deviation) < 4
+
+
+@pytest.mark.slow
+def test_examples_of_the_documentation_run(capsys):
+    page = Path(__file__).parents[1].joinpath("docs/decoding.md").read_text(encoding="utf-8")
+    examples = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert len(examples) == 3
+    names = {}
+    for example in examples:
+        exec(compile(example, "docs/decoding.md", "exec"), names)
+    printed = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"(stop|length), \d\.\d\d tokens per cycle", printed[-2])
+    assert printed[-1] == "1.0"

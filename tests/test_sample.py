@@ -90,18 +90,18 @@ def test_result_dtypes(backend):
 
 
 def test_row_stats(backend):
-    """Largest logit; log of the kept weights' sum; logit and id of the last one kept."""
+    """Largest logit; log of the kept weights' sum; a logit and id that cut after the last kept."""
     logits = mx.log(mx.array([[0.1, 0.4, 0.1, 0.3, 0.1]] * 4))
-    sampling = Sampling(temperature=mx.array([1.0, 1.0, 0.0, -1.0]), top_k=mx.array([4, 2, 4, 4]))
-    result = backend.sample(logits, sampling, uniforms=mx.zeros((4, 2)))
-    top, cut = np.log(np.float32(0.4)), np.log(np.float32(0.1))
-    wanted = [
-        [top, np.log(0.9 / 0.4), cut, 2],
-        [top, np.log(0.7 / 0.4), np.log(0.3), 3],
-        [top, 0, top, 1],
-        [np.nan] * 4,
-    ]
-    np.testing.assert_allclose(np.array(result.row_stats), wanted, rtol=LOGPROB, atol=LOGPROB)
+    temperature, top_k = mx.array([1.0, 1.0, 0.0, -1.0]), mx.array([4, 2, 4, 4])
+    result = backend.sample(logits, Sampling(temperature, top_k), uniforms=mx.zeros((4, 2)))
+    row_stats = np.array(result.row_stats)
+    top = np.log(np.float32(0.4))
+    wanted = [[top, np.log(0.9 / 0.4)], [top, np.log(0.7 / 0.4)], [top, 0], [np.nan] * 2]
+    np.testing.assert_allclose(row_stats[:, :2], wanted, rtol=LOGPROB, atol=LOGPROB)
+    sets = [kept(row, np.array(logits[0])).nonzero()[0].tolist() for row in row_stats[:3]]
+    assert sets == [[0, 1, 2, 3], [1, 3], [1]]
+    assert row_stats[2, 2:].tolist() == [top, 1]
+    assert np.isnan(row_stats[3]).all()
     assert result.status.tolist() == [0, 0, 0, 32]
     assert result.tokens.tolist() == [0, 1, 1, -1]
 
@@ -181,3 +181,12 @@ def test_tail_probabilities_are_not_floored(backend):
 def test_empty(backend, B):
     result = backend.sample(mx.zeros((B, 1)))
     assert result.tokens.tolist() == [0] * B and result.row_stats.shape == (B, 4)
+
+
+def test_top_p_is_strict(backend):
+    """A token whose preceding mass equals top_p does not stay; the sums here are exact."""
+    logits = mx.zeros((1, 4))
+    largest = mx.full((1, 2), 1 - 2.0**-24)
+    for top_p, last in ((0.25, 0), (0.5, 1), (0.75, 2), (0.7500001, 3)):
+        result = backend.sample(logits, Sampling(top_p=top_p), uniforms=largest)
+        assert result.tokens.item() == last

@@ -6,6 +6,12 @@ from ._compat import check_extension as _check_extension
 
 _check_extension()
 
+from .distributions import (  # noqa: E402
+    SparseDistribution,
+    acceptance_probability,
+    residual_distribution,
+    speculative_output_marginal,
+)
 from .ops import (  # noqa: E402
     PLACEHOLDER_TOKEN,
     SampleResult,
@@ -23,9 +29,13 @@ __all__ = [
     "PLACEHOLDER_TOKEN",
     "SampleResult",
     "Sampling",
+    "SparseDistribution",
     "Status",
     "VerifyResult",
     "VerifyStats",
+    "acceptance_probability",
+    "residual_distribution",
     "sample",
+    "speculative_output_marginal",
     "verify_draft",
 ]

@@ -5,12 +5,15 @@ import mlx.core as mx
 
 def check_extension() -> None:
     """Raise ``ImportError`` naming both versions and the fix when arrays cannot cross."""
-    fix = "reinstall exactspec with the mlx you use: pip install --no-cache-dir --force-reinstall exactspec"
+    fix = (
+        "reinstall exactspec with the mlx you use: "
+        "pip install --no-cache-dir --force-reinstall exactspec"
+    )
     try:
         from . import _ext
     except ImportError as error:
         raise ImportError(
-            f"exactspec's compiled extension does not load with mlx {mx.__version__} ({error}); {fix}"
+            f"exactspec's extension does not load with mlx {mx.__version__} ({error}); {fix}"
         ) from error
     try:
         _ext.sample(

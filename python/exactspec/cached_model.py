@@ -40,8 +40,8 @@ class CachedModel:
         if classes:
             raise ValueError(
                 f"[{op}] prompt_cache: expected caches that can be rolled back anywhere in the "
-                f"next {num_tokens} tokens, got {', '.join(sorted(classes))}; such a model cannot "
-                "take part in speculative decoding"
+                f"next {num_tokens} tokens, got {', '.join(sorted(classes))}; decode without a "
+                "drafter (a rotating cache will do until it is full)"
             )
 
     def prefill(self) -> None:
@@ -62,7 +62,8 @@ class CachedModel:
         Returns:
             Logits of every position fed, ``[len(pending) + n, V]``.
         """
-        logits = self._forward(mx.concatenate([mx.array(self.pending, mx.int32), drafts]))
+        pending = mx.array(self.pending, mx.int32)
+        logits = self._forward(mx.concatenate([pending, drafts.astype(mx.int32)]))
         self.pending = []
         self.num_drafts += drafts.size
         return logits

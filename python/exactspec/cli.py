@@ -1,4 +1,4 @@
-"""The command line: ``exactspec generate``."""
+"""The command line: ``exactspec generate`` and ``exactspec doctor``."""
 
 from __future__ import annotations
 
@@ -143,6 +143,26 @@ def generate(
         _summarise(result, plain, greedy=temperature == 0)
 
 
+@app.command()
+def doctor() -> None:
+    """Check this installation: versions, then a self-test of the operations on every device.
+
+    Its output belongs into a bug report. The exit status is 1 if a check fails.
+    """
+    from .doctor import run_checks, versions
+
+    console = Console(highlight=False)
+    for name, value in versions().items():
+        console.print(Text(f"{name:10}", "bold"), value, sep="", soft_wrap=True, markup=False)
+    failed = 0
+    for check in run_checks():
+        mark = Text("ok    ", "green") if check.ok else Text("FAILED", "red")
+        console.print(mark, f" {check.name}: {check.detail}", sep="", soft_wrap=True, markup=False)
+        failed += not check.ok
+    if failed:
+        raise typer.Exit(1)
+
+
 def _fail(message: str) -> NoReturn:
     print("error:", " ".join(message.split()), file=sys.stderr)
     raise typer.Exit(1)
@@ -205,7 +225,9 @@ def _show(stream: Iterable[GeneratedToken], setup: dict[str, str], plain: bool) 
 
     output, notes = Console(highlight=False), Console(stderr=True, highlight=False)
     for name, value in setup.items():
-        notes.print(f"[bold]{name:8}[/] {value}", soft_wrap=True)
+        # A library's path is for --json.
+        shown = value.split(" (")[0] if name == "blas" else value
+        notes.print(Text(f"{name:8} ", "bold"), shown, sep="", soft_wrap=True, markup=False)
     if not plain and output.is_terminal:
         legend = "  ".join(f"[{style}]{meaning}[/]" for style, meaning in SOURCES.values())
         notes.print(f"[bold]{'colours':8}[/] {legend}", soft_wrap=True)
@@ -236,7 +258,7 @@ def _summarise(result: Generation, plain: Generation | None, greedy: bool) -> No
     if statistics.drafted:
         table.add_row(
             "cycles",
-            f"{statistics.cycles} of {statistics.tokens_per_cycle:.2f} tokens, "
+            f"{statistics.cycles}, of {statistics.tokens_per_cycle:.2f} tokens each, "
             f"{statistics.mean_accepted_length:.2f} of them accepted drafts",
         )
         table.add_row(

@@ -181,42 +181,45 @@ def verify_draft(
     target (speculative sampling: Leviathan et al. 2211.17192, algorithm 1; Chen et al. 2302.01318).
     Draft token ``x`` of slot ``i`` is accepted iff ``u_i * draft_i(x) < target_i(x)``, strictly, so
     a token the target cannot produce is never accepted. At the first rejection the next token comes
-    from the residual ``max(target_i - draft_i, 0)`` renormalised; after a fully accepted draft, from
-    the bonus row. If the residual has no mass (rounding), the target row is the law.
+    from the residual ``max(target_i - draft_i, 0)`` renormalised; after a fully accepted draft,
+    from the bonus row. If the residual has no mass (rounding), the target row is the law.
 
-    A row with temperature 0 needs no coin: drafts are accepted while they are the argmax. Rows after
-    the first rejection are not read. Inputs are read in place whatever their strides, and never
-    written to. Without a batch axis (``[K + 1, V]``) all shapes lose ``B``. Leave all noise out and
-    ``mx.random`` supplies it; under ``mx.compile`` capture ``mx.random.state`` then, and under
-    ``mx.vmap`` pass ``keys`` (one draw would serve all) and return the array fields only.
+    A row with temperature 0 needs no coin: drafts are accepted while they are the argmax. Rows
+    after the first rejection are not read. Inputs are read in place whatever their strides, and
+    never written to. Without a batch axis (``[K + 1, V]``) all shapes lose ``B``. Leave all noise
+    out and ``mx.random`` supplies it; under ``mx.compile`` capture ``mx.random.state`` then, and
+    under ``mx.vmap`` pass ``keys`` (one draw would serve all) and return the array fields only.
 
     Args:
         target_logits: ``[B, K + 1, V]`` float32, float16 or bfloat16. Row ``i`` predicts draft slot
             ``i``; the row after the last draft is the bonus row. -inf is a legal mask.
         draft_tokens: ``[B, K]`` int32 or uint32; ``-1`` marks an unused slot.
-        draft_logits: ``[B, K, Vd]``, dtypes as the target's: a dense draft, tempered and filtered by
-            ``draft_sampling``. ``Vd`` may differ from ``V``.
-        draft_ids: ``[B, K, S]`` int32 with ``draft_probs``: a sparse draft. Negative ids are padding,
-            repeated ids add up.
-        draft_probs: ``[B, K, S]`` float32: final probabilities of ``draft_ids``. With neither a dense
-            nor a sparse draft, the draft is one-hot (prompt lookup, a greedy draft).
+        draft_logits: ``[B, K, Vd]``, dtypes as the target's: a dense draft, tempered and filtered
+            by ``draft_sampling``. ``Vd`` may differ from ``V``.
+        draft_ids: ``[B, K, S]`` int32 with ``draft_probs``: a sparse draft. Negative ids are
+            padding, repeated ids add up.
+        draft_probs: ``[B, K, S]`` float32: final probabilities of ``draft_ids``. With neither a
+            dense nor a sparse draft, the draft is one-hot (prompt lookup, a greedy draft).
         draft_vocab: ``[Vd]`` int32: target id of each column of ``draft_logits`` (default: column
             ``i`` is id ``i``). Repeated ids add up. Ascending ids save a sort per call.
-        draft_lengths: ``[B]`` int32: drafts in use, ``0..K`` (default: up to the first ``-1``). Unless
-            the draft is one-hot it may depend on the kept tokens only, never on a dropped one.
+        draft_lengths: ``[B]`` int32: drafts in use, ``0..K`` (default: up to the first ``-1``).
+            Unless the draft is one-hot it may depend on the kept tokens only, never on a dropped
+            one.
         draft_stats: ``[B, K, 4]`` float32: ``row_stats`` of :func:`sample` for the draft rows, so
             that they are not read again to be normalised.
         sampling: the target's parameters.
         draft_sampling: those of a dense draft (default: the target's).
         rule: ``"token"``.
-        uniforms: ``[B, K + 2]`` float32 in [0, 1): coin ``i`` at ``i``, the draw's pair at ``K`` and
-            ``K + 1``, also for shorter drafts.
+        uniforms: ``[B, K + 2]`` float32 in [0, 1): coin ``i`` at ``i``, the draw's pair at ``K``
+            and ``K + 1``, also for shorter drafts.
         keys: ``[B, 2]`` uint32, as ``mx.random.key`` gives: with
             ``r = mx.random.uniform(shape=(256,), key=keys[b])`` coin ``i`` is ``r[i]`` and the pair
-            ``r[254], r[255]``, for every ``K <= 254``. The draft's own sampling must use other keys.
+            ``r[254], r[255]``, for every ``K <= 254``. The draft's own sampling must use other
+            keys.
         positions: for rules that need it; ``None``.
         token_bitmask: ``[B, K + 1, ceil(V / 32)]`` int32, bit 1 = allowed (xgrammar's layout). A
-            masked token of the target counts as -inf before everything else; the draft is not masked.
+            masked token of the target counts as -inf before everything else; the draft is not
+            masked.
         logprobs: ``None``; ``"raw"``: log-softmax of the logits as given, mask ignored;
             ``"filtered"``: under the distribution sampled from (0 at temperature 0).
         stats: also return :class:`VerifyStats`. Reads all rows; never changes a token.
@@ -225,10 +228,10 @@ def verify_draft(
     Returns:
         VerifyResult: lazily evaluated arrays; learning the status needs no extra sync.
 
-    A draft token ``>= V`` that the draft can produce is an ordinary proposal of target probability 0.
-    A token that no draft column or sparse id can produce, or ``< -1``, ends the draft there and the
-    next token comes from that target row. Both set ``Status.OUT_OF_RANGE``, as does a length outside
-    ``0..K``, which is clamped.
+    A draft token ``>= V`` that the draft can produce is an ordinary proposal of target probability
+    0. A token that no draft column or sparse id can produce, or ``< -1``, ends the draft there and
+    the next token comes from that target row. Both set ``Status.OUT_OF_RANGE``, as does a length
+    outside ``0..K``, which is clamped.
 
     Raises:
         TypeError: an argument is not an array (or a parameter not a number).
@@ -298,8 +301,9 @@ def sample(
 ) -> SampleResult:
     """Draw one token per row of logits: a draft step, or plain decoding.
 
-    The same law as :func:`verify_draft`, and ``row_stats`` for it to reuse. The token is drawn by an
-    inverse CDF in two levels: the first uniform chooses a block of 2048 ids, the second the id in it.
+    The same law as :func:`verify_draft`, and ``row_stats`` for it to reuse. The token is drawn by
+    an inverse CDF in two levels: the first uniform chooses a block of 2048 ids, the second an id of
+    it.
 
     Args:
         logits: ``[B, V]`` or ``[V]`` float32, float16 or bfloat16, read in place.

@@ -1,14 +1,14 @@
 """The law of :mod:`exactspec.ops` as named steps of plain ``mx`` operations.
 
 :func:`verify_draft` and :func:`sample` take the arguments and give the results of the fused
-operations of the same names, which they share no arithmetic with: read them to see what is computed,
-or run them to check the fused ones. They never wait for a value, so they work under ``mx.compile``
-and ``mx.vmap``, but they read and write the vocabulary many times over.
+operations of the same names, which they share no arithmetic with: read them to see what is
+computed, or run them to check the fused ones. They never wait for a value, so they work under
+``mx.compile`` and ``mx.vmap``, but they read and write the vocabulary many times over.
 
 Speculative sampling: Leviathan et al. 2211.17192, algorithm 1; Chen et al. 2302.01318, algorithm 2.
 
-Shapes: ``B`` sequences, ``K`` draft slots, ``V`` token ids, ``R`` rows of logits, ``S`` entries of a
-draft distribution. Distributions are float32.
+Shapes: ``B`` sequences, ``K`` draft slots, ``V`` token ids, ``R`` rows of logits, ``S`` entries of
+a draft distribution. Distributions are float32.
 """
 
 from __future__ import annotations
@@ -221,7 +221,7 @@ def num_kept(descending: mx.array, sampling: Sampling) -> mx.array:
 
 
 def find_cutoff(logits: mx.array, sampling: Sampling) -> Optional[tuple]:
-    """Logit and id ``[B, R, 1]`` of the last kept one of the order "logit descending, id ascending".
+    """Logit and id ``[B, R, 1]`` of the last one kept of "logit descending, then id ascending".
 
     ``None`` where all are kept, known when the graph is built. Equal logits need no stable sort:
     the cutoff's id is found by counting them from the left.
@@ -318,7 +318,7 @@ def one_hot_draft(tokens: mx.array, vocab_size: int) -> Draft:
 
 
 def prob_of(ids: Optional[mx.array], probs: mx.array, tokens: mx.array) -> mx.array:
-    """Probability ``[B, K]`` of tokens ``[B, K]``: of all entries with that id; 0 if there is none."""
+    """Probability ``[B, K]`` of tokens ``[B, K]``: of all entries with that id; 0 without one."""
     if ids is not None:
         return mx.sum(mx.where(ids == tokens[..., None], probs, 0.0), axis=-1)
     last = probs.shape[-1] - 1
@@ -327,7 +327,7 @@ def prob_of(ids: Optional[mx.array], probs: mx.array, tokens: mx.array) -> mx.ar
 
 
 def over_vocabulary(ids: Optional[mx.array], probs: mx.array, size: int) -> mx.array:
-    """Entries ``[..., S]`` as probabilities ``[..., size]`` of ids; the mass of other ids is left out."""
+    """Entries ``[..., S]`` as probabilities of ids ``[..., size]``; other ids' mass is left out."""
     *lead, entries = probs.shape
     if ids is None:
         fill = [(0, 0)] * len(lead) + [(0, max(size - entries, 0))]
@@ -428,7 +428,7 @@ def next_weights(target: Rows, draft: Draft, prefix: Prefix) -> mx.array:
 
 
 def pick(mass: mx.array, uniform: mx.array) -> mx.array:
-    """The first index of ``[B, N]`` whose cumulative mass exceeds ``uniform * total``, int32 ``[B]``.
+    """The first index of ``[B, N]`` whose cumulative mass is ``> uniform * total``, int32 ``[B]``.
 
     The last index of positive mass if rounding leaves none; one without mass is never picked.
     """
@@ -441,12 +441,12 @@ def pick(mass: mx.array, uniform: mx.array) -> mx.array:
 
 
 def draw_token(law: mx.array, pair: mx.array) -> mx.array:
-    """An id ``[B]`` drawn from weights ``[B, V]`` by uniforms ``[B, 2]``: inverse CDF in two levels.
+    """An id ``[B]`` drawn from weights ``[B, V]`` by uniforms ``[B, 2]``: two-level inverse CDF.
 
     The first uniform chooses a block and the second an id in it, so that a token's probability may
     be far below a uniform's resolution of 2**-24.
     """
-    blocks = _groups(law, DRAW_BLOCK)
+    blocks = _groups(law, min(DRAW_BLOCK, law.shape[-1]))
     block = pick(total(blocks), pair[:, 0])
     inside = mx.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
     return block * DRAW_BLOCK + pick(inside, pair[:, 1])
@@ -552,7 +552,7 @@ def verify_draft(
     stats: bool = False,
     stream: Stream = None,
 ) -> VerifyResult:
-    """:func:`exactspec.verify_draft` from plain ``mx`` operations: same arguments, results, errors."""
+    """:func:`exactspec.verify_draft` from plain ``mx`` operations; same arguments and results."""
     ops.check_arrays("verify_draft", target_logits=target_logits)
     keys = ops.resolve_noise("verify_draft", target_logits.shape[:-2], uniforms, keys)
     # Arrays are lazy: building the fused operation checks the arguments and evaluates nothing.

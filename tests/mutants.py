@@ -1,0 +1,147 @@
+"""Planted faults: what each is, where, and the tests that must notice it.
+
+A fault replaces a text that occurs exactly once in its file, so that a change of the code which
+moves a fault elsewhere is noticed, too.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+VERIFY = "csrc/verify_draft_cpu.cpp"
+
+
+def case(name: str) -> str:
+    return f"tests/test_verify_draft.py::test_case[cpu-{name}]"
+
+
+def stratified(scenario: str) -> str:
+    return f"tests/test_exactness.py::test_stratified[cpu-{scenario}]"
+
+
+class Mutant(NamedTuple):
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]  # each of them must fail
+
+
+MUTANTS = [
+    Mutant(
+        "accept at equality",
+        VERIFY,
+        "job_.noise.coin(b_, i) * draft_prob < target_prob(i)",
+        "job_.noise.coin(b_, i) * draft_prob <= target_prob(i)",
+        (case("impossible-draft-at-u-zero"), case("impossible-draft-one-hot")),
+    ),
+    Mutant(
+        "accept by the draft's probability",
+        VERIFY,
+        "job_.noise.coin(b_, i) * draft_prob < target_prob(i)",
+        "job_.noise.coin(b_, i) < draft_prob",
+        (case("seed-acceptance-rule-reject"), stratified("dense")),
+    ),
+    Mutant(
+        "no residual",
+        VERIFY,
+        ": draw_residual(i);",
+        ": draw_target(i);",
+        (stratified("dense"), stratified("sparse"), stratified("one-hot")),
+    ),
+    Mutant(
+        "residual from the row before",
+        VERIFY,
+        ": draw_residual(i);",
+        ": draw_residual(std::max(i - 1, 0));",
+        (stratified("dense-2"), stratified("one-hot-2")),
+    ),
+    Mutant(
+        "bonus row off by one",
+        VERIFY,
+        "return draw_target(length_);",
+        "return draw_target(std::max(length_ - 1, 0));",
+        (case("ragged-lengths-bonus-row"), stratified("dense")),
+    ),
+    Mutant(
+        "filter skipped on the draft side",
+        VERIFY,
+        "draft_sampling_(job.draft_sampling, job.options.draft_order, b)",
+        "draft_sampling_()",
+        (
+            case("draft-probability-must-be-the-filtered-one-2"),
+            stratified("top-k-draft"),
+            stratified("min-p"),
+        ),
+    ),
+    Mutant(
+        "draw pair taken behind the draft in use",
+        VERIFY,
+        "  int draw_target(int i) {\n    float u[2];\n    job_.noise.pair(b_, u);",
+        "  int draw_target(int i) {\n    float u[2];\n"
+        "    u[0] = job_.noise.coin(b_, length_);\n    u[1] = job_.noise.coin(b_, length_ + 1);",
+        (case("ragged-draw-pair-is-at-K"),),
+    ),
+    Mutant(
+        "the coin's noise used again for the draw",
+        "csrc/noise.h",
+        "u[i] = keyed_ ? word(b, MAX_KEYED_DRAFTS + i)",
+        "u[i] = keyed_ ? word(b, 1 - i)",
+        ("tests/test_exactness.py::test_narrow_chi_square[cpu]",),
+    ),
+    Mutant(
+        "draws that ignore the second uniform",
+        "csrc/row_cpu.h",
+        "return first + pick(w, n, u[1]);",
+        "return first + pick(w, n, u[0]);",
+        (
+            "tests/test_sample.py::test_two_levels[cpu]",
+            "tests/test_sample.py::test_one_block_ignores_the_first_uniform[cpu]",
+        ),
+    ),
+    Mutant(
+        "token outside the vocabulary followed by a draw from the target",
+        VERIFY,
+        "flag_if(id >= job_.vocab_size, OUT_OF_RANGE);",
+        "if (id >= job_.vocab_size) { status_ |= OUT_OF_RANGE; return draw_target(i); }",
+        (case("drawn-padding-id"), stratified("padded")),
+    ),
+    Mutant(
+        "repeated draft ids overwrite one another",
+        VERIFY,
+        "out[from->id - first] += entry_prob(*from);",
+        "out[from->id - first] = entry_prob(*from);",
+        (stratified("sparse"), stratified("vocab")),
+    ),
+    Mutant(
+        "bitmask forgotten in the residual",
+        VERIFY,
+        "target_row(slot).load(first, n, x);",
+        "make_row(job_.target_logits, b_, slot).load(first, n, x);",
+        (stratified("bitmask"),),
+    ),
+    Mutant(
+        "nucleus keeps a token at its edge",
+        "csrc/row_cpu.cpp",
+        "before < sampling.top_p * total",
+        "before <= sampling.top_p * total",
+        ("tests/test_sample.py::test_top_p_is_strict[cpu]",),
+    ),
+    Mutant(
+        "ties in the order of descending ids",
+        "csrc/row_cpu.cpp",
+        "<< 32 | ~static_cast<uint32_t>(id);",
+        "<< 32 | static_cast<uint32_t>(id);",
+        (case("top-k-ties-by-id"),),
+    ),
+    Mutant(
+        "draft noise used again for the verification",
+        "python/exactspec/generate.py",
+        "cycle = _verify(logits, draft, sampling, verify_key, logprobs)",
+        "num_drafts = draft.draft_tokens.size\n"
+        "                if num_drafts:\n"
+        "                    verify_key = mx.random.split(draft_key, num_drafts)[0]\n"
+        "                cycle = _verify(logits, draft, sampling, verify_key, logprobs)",
+        ("tests/test_generate.py::test_joint_distribution_of_consecutive_tokens[opposite model]",),
+    ),
+]

@@ -1,0 +1,54 @@
+"""``exactspec doctor``: passes here, and says what is wrong when something is."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import pytest
+from exactspec import Sampling, doctor, sample, verify_draft
+from exactspec.cli import app
+from metal_sim import simulator
+from typer.testing import CliRunner
+
+
+def test_passes_here():
+    result = CliRunner().invoke(app, ["doctor"])
+    assert result.exit_code == 0, result.output
+    assert "FAILED" not in result.output and "cases with known results: 34 of 34" in result.output
+    for name in ("exactspec", "mlx", "mlx-lm", "python", "system", "device", "blas"):
+        assert name in result.output
+
+
+@pytest.mark.parametrize(
+    "fault, check",
+    [
+        (lambda **_: 1 / 0, "ZeroDivisionError"),
+        # A draft that is always believed.
+        (lambda **given: {**given, "uniforms": given["uniforms"] * 0}, "stratified exactness"),
+        # A filter that is skipped.
+        (lambda **given: {**given, "sampling": Sampling()}, "cases with known results"),
+    ],
+)
+def test_notices_a_fault(monkeypatch, fault, check):
+    def broken(target_logits, draft_tokens, stream=None, **given):
+        return verify_draft(target_logits, draft_tokens, **fault(**given))
+
+    monkeypatch.setattr(doctor, "verify_draft", broken)
+    result = CliRunner().invoke(app, ["doctor"])
+    assert result.exit_code == 1
+    assert any("FAILED" in line and check in line for line in result.output.splitlines())
+
+
+def test_checks_of_a_gpu_pass_on_the_simulated_one(monkeypatch):
+    """Those that a Mac would run, with the shaders in place of the CPU's code."""
+
+    def on_simulator(operation, simulated):
+        return lambda *args, stream=None, **given: (
+            operation(*args, **given) if stream is mx.cpu else simulated(*args, **given)
+        )
+
+    monkeypatch.setattr(doctor, "verify_draft", on_simulator(verify_draft, simulator.verify_draft))
+    monkeypatch.setattr(doctor, "sample", on_simulator(sample, simulator.sample))
+    for check in (doctor._builds, doctor._cases, doctor._keyed, doctor._agrees_with_cpu):
+        ok, detail = check(None)
+        assert ok, detail
+    simulator.check()
