@@ -381,7 +381,7 @@ def decide(given: Sequence) -> Decision:
 
 
 def slot_stats(given: Sequence, i: int) -> tuple[list[float], bool]:
-    """The statistics of slot ``i``, NaN where they need a bad row; and whether they hang on a tie."""
+    """Statistics of slot ``i``, NaN where they need a bad row; and whether they hang on a tie."""
     target, draft = given.target(i), given.draft(i)
     token, doubtful = given.draft_tokens[i], False
     accept_prob = overlap = target_entropy = draft_entropy = np.nan

@@ -1,4 +1,4 @@
-"""Hypothesis strategies: whole inputs of the operations, as an operation and as the oracle take them.
+"""Hypothesis strategies: whole inputs, as an operation and as the oracle take them.
 
 Hypothesis chooses what kind of input it is; the numbers come from a seed, so that large
 vocabularies stay cheap.
@@ -24,6 +24,9 @@ TOP_KS = (0, 1, 2, 3, 50, -1, 10**6)
 TOP_PS = (1.0, 0.0, 0.1, 0.5, 0.9, 0.999)
 MIN_PS = (0.0, 0.05, 0.3, 0.9)
 BAD_TEMPERATURES = (np.nan, np.inf, -1.0)
+# Arrays are not checked for these, and the filters' definitions hold: off, and the first id alone.
+TOP_PS_OUT_OF_RANGE = (1.5,)
+MIN_PS_OUT_OF_RANGE = (-0.5, 1.5)
 
 
 class Layout(NamedTuple):
@@ -131,6 +134,11 @@ def samplings(draw, rng: np.random.Generator, B: int) -> tuple[Sampling, oracle.
         elif choices is TOP_PS:
             array = np.where(rng.random(B) < 0.5, rng.random(B), array)
             array = np.where(rng.random(B) < 0.02, np.nan, array)
+            strange = rng.choice(TOP_PS_OUT_OF_RANGE, size=B)
+            array = np.where(rng.random(B) < 0.05, strange, array)
+        elif choices is MIN_PS:
+            strange = rng.choice(MIN_PS_OUT_OF_RANGE, size=B)
+            array = np.where(rng.random(B) < 0.05, strange, array)
         values.append(array.astype(np.int32 if choices is TOP_KS else np.float32))
     order = draw(st.sampled_from(["temperature_first", "temperature_last", "sequential"]))
     as_mx = [mx.array(v) if isinstance(v, np.ndarray) else v for v in values]

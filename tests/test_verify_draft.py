@@ -291,7 +291,7 @@ def test_no_id_is_allowed(backend):
 
 
 def test_extreme_uniforms_stay_in_the_support(backend):
-    """Weight 0 is never drawn: at u = 0 before the support, at the largest float below 1 after it."""
+    """Weight 0 is never drawn: not at u = 0 before the support, nor near u = 1 after it."""
     V = 5000
     support = [7, 2047, 2048, 4097]
     target = mx.full((4, 1, V), -mx.inf)
