@@ -98,7 +98,8 @@ def texts():
         "\n",
         "  two  spaces,\n\n\ttabs \r\n and\u00a0others\u200b ",
         "1234567890 3.14 -1e-9 x\u00b2 \u2167 \u0663\u0664",
-        "caf\u00e9 \u0395\u03bb\u03bb \u65e5\u672c\u8a9e \u0627\u0644\u0639 \U0001f389\U0001f3f3\ufe0f\u200d\U0001f308 \ufffd",
+        "caf\u00e9 \u0395\u03bb\u03bb \u65e5\u672c\u8a9e \u0627\u0644\u0639 "
+        "\U0001f389\U0001f3f3\ufe0f\u200d\U0001f308 \ufffd",
         "def f(x: int) -> str:\n    return f'{x!r}'  # don't\n",
         "<|im_start|>system\nhi<|im_end|>\n",
     )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 import sys
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -19,6 +21,7 @@ from rich.text import Text
 
 from . import Sampling, __version__
 from .blas import blas_in_use
+from .sampling import check_sampling
 
 # mlx-lm takes seconds to import, so the functions that need it do that: --help must not wait.
 if TYPE_CHECKING:
@@ -88,7 +91,7 @@ def generate(
         int | None, typer.Option(help="Tokens drafted per cycle, at most. Default: 4.")
     ] = None,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 is off.")] = 0,
+    top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 or less is off.")] = 0,
     top_p: Annotated[
         float, typer.Option(help="Keep the likeliest tokens of this total probability; 1 is off.")
     ] = 1.0,
@@ -114,12 +117,17 @@ def generate(
     The text goes to standard output, everything else to standard error.
     """
     prompt = _read_prompt(prompt, prompt_file)
+    sampling = Sampling(temperature, top_k, top_p, min_p)
     try:
+        # Before the model, which takes seconds to load.
+        check_sampling("generate", "sampling", sampling)
+        if compare and drafter is DrafterName.none:
+            raise ValueError("--compare: expected a drafter to compare, got --drafter none")
         proposer, drafter_name = _make_drafter(drafter, draft_model, num_draft_tokens)
         target, tokenizer, model_name = _load(model)
         options = {
             "prompt": _encode(prompt, tokenizer, chat),
-            "sampling": Sampling(temperature, top_k, top_p, min_p),
+            "sampling": sampling,
             "max_tokens": max_tokens,
             "seed": seed,
             "profile": True,
@@ -171,16 +179,31 @@ def _fail(message: str) -> NoReturn:
 def _read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
     if prompt is not None and prompt_file is not None:
         _fail("prompt: expected PROMPT or --prompt-file, got both")
-    if prompt is not None:
-        return prompt
     if prompt_file is not None:
         try:
-            return prompt_file.read_text(encoding="utf-8").rstrip("\n")
-        except (OSError, UnicodeDecodeError) as error:
-            _fail(f"--prompt-file: {error}")
-    piped = "" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.read()
-    example = files("exactspec").joinpath("data/prompt.txt").read_text(encoding="utf-8")
-    return (piped if piped.strip() else example).rstrip("\n")
+            prompt = prompt_file.read_text(encoding="utf-8").rstrip("\n")
+        except OSError as error:
+            _fail(f"--prompt-file: {prompt_file}: {error.strerror}")
+        except UnicodeDecodeError:
+            _fail(f"--prompt-file: {prompt_file}: expected text in UTF-8")
+    if prompt is None:
+        prompt = _read_stdin()
+    if prompt is None:
+        prompt = files("exactspec").joinpath("data/prompt.txt").read_text(encoding="utf-8")
+    if not prompt.strip():
+        _fail("prompt: expected some text, got none")
+    return prompt.rstrip("\n")
+
+
+def _read_stdin() -> str | None:
+    """Standard input if it is a pipe or a file; None for a terminal or /dev/null."""
+    if sys.stdin is None:
+        return None
+    try:
+        mode = os.fstat(sys.stdin.fileno()).st_mode
+    except (OSError, ValueError):
+        return sys.stdin.read() or None  # it is in memory
+    return None if stat.S_ISCHR(mode) else sys.stdin.read()
 
 
 def _make_drafter(
@@ -204,6 +227,8 @@ def _make_drafter(
 def _load(name: str | None) -> tuple[Any, Any, str]:
     from .models import DEFAULT_MODEL, load
 
+    if name and os.path.sep in name and not name[0].isalnum() and not Path(name).exists():
+        _fail(f"cannot load {name}: no such folder")
     try:
         return *load(name), name or DEFAULT_MODEL.name
     except (OSError, ValueError, KeyError, ImportError) as error:

@@ -454,6 +454,8 @@ def _check_options(drafter: Any, sampling: Any, max_tokens: Any, seed: Any) -> N
             raise _type_error(name, "an integer", value)
     if max_tokens < 1:
         raise ValueError(f"[stream_generate] max_tokens: expected at least 1, got {max_tokens}")
+    if seed is not None and not 0 <= seed < 2**64:
+        raise ValueError(f"[stream_generate] seed: expected a value in [0, 2**64), got {seed}")
 
 
 def _type_error(argument: str, expected: str, got: Any) -> TypeError:
