@@ -133,7 +133,13 @@ struct Sequence {
   // Target rows come first, then the draft's.
   bool is_target(int r) const { return r <= K; }
   Row row(int r) const { return is_target(r) ? target_row(r) : draft_row(r - K - 1); }
-  RowSampling row_sampling(int r) const { return is_target(r) ? target_sampling : draft_sampling; }
+  RowSampling row_sampling(int r) const {
+    // Not `?:`, which would choose an address and so keep the whole object in memory.
+    if (is_target(r)) {
+      return target_sampling;
+    }
+    return draft_sampling;
+  }
   bool row_filtered(int r) const { return is_target(r) ? target_filtered : draft_filtered; }
 
   device float4* row_partials(int r) const {
