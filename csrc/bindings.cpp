@@ -29,6 +29,13 @@ Sampling to_sampling(const SamplingTuple& t) {
       static_cast<Order>(std::get<4>(t))};
 }
 
+// kind, first and second parameter
+using RuleTuple = std::tuple<int, float, float>;
+
+AcceptanceRule to_rule(const RuleTuple& t) {
+  return {static_cast<Rule>(std::get<0>(t)), {std::get<1>(t), std::get<2>(t)}};
+}
+
 using OptionalArray = std::optional<mx::array>;
 
 } // namespace
@@ -54,8 +61,10 @@ NB_MODULE(_ext, m) {
          const OptionalArray& draft_stats,
          const SamplingTuple& sampling,
          const SamplingTuple& draft_sampling,
+         const RuleTuple& rule,
          const OptionalArray& uniforms,
          const OptionalArray& keys,
+         const OptionalArray& positions,
          const OptionalArray& token_bitmask,
          int logprobs,
          bool stats,
@@ -67,8 +76,10 @@ NB_MODULE(_ext, m) {
             {draft_logits, draft_ids, draft_probs, draft_vocab, draft_stats},
             to_sampling(sampling),
             to_sampling(draft_sampling),
+            to_rule(rule),
             uniforms,
             keys,
+            positions,
             token_bitmask,
             static_cast<Logprobs>(logprobs),
             stats,
@@ -84,8 +95,10 @@ NB_MODULE(_ext, m) {
       "draft_stats"_a.none(),
       "sampling"_a,
       "draft_sampling"_a,
+      "rule"_a,
       "uniforms"_a.none(),
       "keys"_a.none(),
+      "positions"_a.none(),
       "token_bitmask"_a.none(),
       "logprobs"_a,
       "stats"_a,
@@ -96,24 +109,30 @@ NB_MODULE(_ext, m) {
       "sample",
       [](const mx::array& logits,
          const SamplingTuple& sampling,
+         int rule,
          const OptionalArray& uniforms,
          const OptionalArray& keys,
+         const OptionalArray& positions,
          const OptionalArray& token_bitmask,
          int logprobs,
          mx::StreamOrDevice stream) {
         return sample(
             logits,
             to_sampling(sampling),
+            static_cast<Rule>(rule),
             uniforms,
             keys,
+            positions,
             token_bitmask,
             static_cast<Logprobs>(logprobs),
             stream);
       },
       "logits"_a,
       "sampling"_a,
+      "rule"_a,
       "uniforms"_a.none(),
       "keys"_a.none(),
+      "positions"_a.none(),
       "token_bitmask"_a.none(),
       "logprobs"_a,
       "stream"_a.none(),

@@ -5,6 +5,8 @@
 #include <cstring>
 #include <limits>
 
+#include "random.h"
+
 // The compiler vectorises these loops once per instruction set and picks one at load time. Every
 // version does the same operations in the same order (no contraction), so the bits agree.
 #if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
@@ -42,6 +44,27 @@ inline __attribute__((always_inline)) float exp_nonpositive(float x) {
   auto exponent = (std::bit_cast<uint32_t>(shifted) - std::bit_cast<uint32_t>(magic) + 127) << 23;
   float y = poly * std::bit_cast<float>(exponent);
   return x < -87.3f ? 0.0f : y;
+}
+
+// log(y) for a normal y > 0, within 2 ulp away from 1: 2 artanh(s) of the mantissa in [0.7, 1.4).
+inline __attribute__((always_inline)) float log_positive(float y) {
+  auto bits = std::bit_cast<int32_t>(y);
+  int32_t k = (bits - 0x3f3504f3) >> 23;
+  float m = std::bit_cast<float>(bits - (k << 23));
+  float s = (m - 1.0f) / (m + 1.0f);
+  float s2 = s * s;
+  float poly = s2 * (s2 * (s2 * (s2 / 9 + 1.0f / 7) + 1.0f / 5) + 1.0f / 3);
+  return static_cast<float>(k) * 0x1.62e430p-1f + (2.0f * s + 2.0f * s * poly);
+}
+
+// -log(-log1p(-x)) of the uniform x that a random word stands for.
+inline __attribute__((always_inline)) float gumbel(uint32_t word) {
+  float x = static_cast<float>(word) * 0x1p-32f + 0x1p-33f;
+  x = x < 0x1.fffffep-1f ? x : 0x1.fffffep-1f;
+  // Near 0 log(1 - x) would lose the low bits of x: six terms of its series are within 1e-8.
+  float series = x * (1 + x * (1.0f / 2 + x * (1.0f / 3 + x * (1.0f / 4 + x * (1.0f / 5 + x / 6)))));
+  float e = x < 0x1p-4f ? series : -log_positive(1.0f - x);
+  return -log_positive(e);
 }
 
 } // namespace
@@ -93,6 +116,25 @@ EXACTSPEC_CLONES
 void block_scale(float* w, float scale, int n) {
   for (int j = 0; j < n; ++j) {
     w[j] *= scale;
+  }
+}
+
+EXACTSPEC_CLONES
+void block_gumbel(uint32_t key0, uint32_t key1, uint32_t position, int first, int n, float* g) {
+  for (int start = 0; start < n; start += kChunk) {
+    uint32_t words[2][kChunk / 2];
+    for (int j = 0; j < kChunk / 2; ++j) {
+      auto id = static_cast<uint32_t>(first + start) / 2 + static_cast<uint32_t>(j);
+      auto pair = threefry2x32(key0, key1, position, id);
+      words[0][j] = pair.first;
+      words[1][j] = pair.second;
+    }
+    float noise[kChunk];
+    for (int j = 0; j < kChunk / 2; ++j) {
+      noise[2 * j] = gumbel(words[0][j]);
+      noise[2 * j + 1] = gumbel(words[1][j]);
+    }
+    std::copy_n(noise, std::min(kChunk, n - start), g + start);
   }
 }
 

@@ -19,6 +19,11 @@ void block_residual(float* w, float scale, const float* draft, int n);
 // w[j] *= scale
 void block_scale(float* w, float scale, int n);
 
+// Standard Gumbel noise G = -log(e) of ids [first, first + n), first even: r is word `id & 1` of
+// threefry2x32(key, (position, id >> 1)), x = r * 2**-32 + 2**-33 and e = -log1p(-x) is exponential.
+// So a tail has the full 32 bits, and no rounding of x to 1 lets an id win by an infinite score.
+void block_gumbel(uint32_t key0, uint32_t key1, uint32_t position, int first, int n, float* g);
+
 // Sums in a fixed order: 16 float32 lanes over 256 values, the rest in double.
 double block_sum(const float* w, int n);
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <optional>
+#include <utility>
 
 #include "errors.h"
 #include "random.h"
@@ -38,11 +39,34 @@ inline mx::array noise_input(
   return *keys;
 }
 
+// `positions` [batch...] i32 belong to the rule whose noise is a function of them.
+inline void check_positions(
+    const char* op,
+    const std::optional<mx::array>& positions,
+    Rule rule,
+    const mx::Shape& batch_shape) {
+  if (positions.has_value() != (rule == Rule::Coupled)) {
+    bad_argument(
+        op,
+        "positions",
+        rule == Rule::Coupled ? "an array with rule='coupled'" : "None without rule='coupled'",
+        positions ? describe(positions->shape()) : "None");
+  }
+  if (positions) {
+    check_dtype(op, "positions", *positions, {mx::int32});
+    check_shape(op, "positions", *positions, batch_shape);
+  }
+}
+
 class NoiseView {
  public:
   // `num_coins` coins come before the draw's pair in explicit uniforms.
   NoiseView(const mx::array& input, bool keyed, int num_coins)
       : view_(input, 1), keyed_(keyed), num_coins_(num_coins) {}
+
+  std::pair<uint32_t, uint32_t> key(int b) const {
+    return {*view_.at<uint32_t>(b, 0), *view_.at<uint32_t>(b, 1)};
+  }
 
   float coin(int b, int i) const {
     return keyed_ ? word(b, i) : *view_.at<float>(b, i);
@@ -57,7 +81,8 @@ class NoiseView {
 
  private:
   float word(int b, int i) const {
-    return keyed_uniform(*view_.at<uint32_t>(b, 0), *view_.at<uint32_t>(b, 1), i);
+    auto [key0, key1] = key(b);
+    return keyed_uniform(key0, key1, i);
   }
 
   View view_;

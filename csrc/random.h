@@ -15,6 +15,7 @@ threefry2x32(uint32_t key0, uint32_t key1, uint32_t x0, uint32_t x1) {
   const uint32_t key[3] = {key0, key1, 0x1BD11BDA ^ key0 ^ key1};
   x0 += key[0];
   x1 += key[1];
+#pragma GCC unroll 20 // so that a loop over calls is vectorised
   for (uint32_t round = 0; round < 20; ++round) {
     x0 += x1;
     int r = rotation[round % 8];

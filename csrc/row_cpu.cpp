@@ -322,6 +322,38 @@ int draw(const Row& row, const RowSummary& summary, const float* u) {
   });
 }
 
+int coupled_choice(
+    const Row& row, const RowSummary& summary, std::pair<uint32_t, uint32_t> key, int position) {
+  const Distribution& dist = summary.dist;
+  if (dist.greedy) {
+    return dist.cutoff_id;
+  }
+  struct Best {
+    float score = -kInf;
+    int id = -1;
+  };
+  std::vector<Best> best(row.num_blocks());
+  for_each_block(row, [&](int block) {
+    if (summary.block_mass[block] == 0) {
+      return;
+    }
+    int first = block * DRAW_BLOCK;
+    int n = row.block_size(block);
+    float x[DRAW_BLOCK], g[DRAW_BLOCK];
+    row.load(first, n, x);
+    block_gumbel(key.first, key.second, static_cast<uint32_t>(position), first, n, g);
+    for (int j = 0; j < n; ++j) {
+      float score = (x[j] - dist.max) / dist.temperature + g[j];
+      if (dist.keeps(x[j], first + j) && score > best[block].score) {
+        best[block] = {score, first + j};
+      }
+    }
+  });
+  return std::max_element(
+             best.begin(), best.end(), [](auto& a, auto& b) { return a.score < b.score; })
+      ->id;
+}
+
 float token_logprob(
     const Row& row, const RowSummary& summary, const RowSampling& sampling, int token, Logprobs kind) {
   bool as_given = sampling.temperature == 1 && !sampling.has_filters() && !row.mask;

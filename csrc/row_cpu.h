@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <functional>
 #include <limits>
+#include <utility>
 #include <vector>
 
 #include "law.h"
@@ -73,6 +74,9 @@ struct Distribution {
   int cutoff_id;
   bool greedy;
 
+  bool keeps(float logit, int id) const {
+    return logit > cutoff || (logit == cutoff && id <= cutoff_id);
+  }
   float scale() const { return static_cast<float>(1 / std::exp(static_cast<double>(log_norm))); }
   // Unnormalised weights of ids [first, first + n), from their logits.
   void weights(const float* logits, int first, int n, float* out) const;
@@ -129,6 +133,11 @@ int draw(const std::vector<double>& block_mass, int size, const float* u, Fill&&
 }
 
 int draw(const Row& row, const RowSummary& summary, const float* u);
+
+// The kept id of the largest (logit - max) / temperature + G(key, position, id) with the Gumbel noise
+// of block_gumbel; the lowest id on ties. A greedy row ignores the noise.
+int coupled_choice(
+    const Row& row, const RowSummary& summary, std::pair<uint32_t, uint32_t> key, int position);
 
 // Log-probability of a token of this row: under the filtered distribution, or log-softmax of the
 // logits as given, mask ignored.

@@ -16,8 +16,10 @@ constexpr const char* kOp = "sample";
 std::vector<mx::array> sample(
     const mx::array& logits,
     const Sampling& sampling,
+    Rule rule,
     const std::optional<mx::array>& uniforms,
     const std::optional<mx::array>& keys,
+    const std::optional<mx::array>& positions,
     const std::optional<mx::array>& token_bitmask,
     Logprobs logprobs,
     mx::StreamOrDevice stream_or_device) {
@@ -28,8 +30,12 @@ std::vector<mx::array> sample(
   }
   mx::Shape batch_shape(logits.shape().begin(), logits.shape().end() - 1);
 
+  check_positions(kOp, positions, rule, batch_shape);
   std::vector<mx::array> inputs{
-      logits, noise_input(kOp, uniforms, keys, batch_shape, 2), token_bitmask.value_or(absent())};
+      logits,
+      noise_input(kOp, uniforms, keys, batch_shape, 2),
+      positions.value_or(absent()),
+      token_bitmask.value_or(absent())};
   if (token_bitmask) {
     check_ids_dtype(kOp, "token_bitmask", *token_bitmask);
     auto shape = batch_shape;
@@ -38,7 +44,13 @@ std::vector<mx::array> sample(
   }
   append_parameters(inputs, kOp, "sampling", sampling, batch_shape, stream);
 
-  Sample::Options options{sampling.order, logprobs, keys.has_value(), token_bitmask.has_value(), may_filter(sampling)};
+  Sample::Options options{
+      sampling.order,
+      rule,
+      logprobs,
+      keys.has_value(),
+      token_bitmask.has_value(),
+      may_filter(sampling)};
   return SequencePrimitive::build(std::make_shared<Sample>(stream, options), inputs);
 }
 
@@ -70,7 +82,8 @@ std::shared_ptr<SequencePrimitive> Sample::clone() {
 }
 
 std::vector<int> Sample::core_ranks() const {
-  return {1, 1, options_.has_bitmask ? 1 : kShared, 0, 0, 0, 0};
+  int positions = options_.rule == Rule::Coupled ? 0 : kShared;
+  return {1, 1, positions, options_.has_bitmask ? 1 : kShared, 0, 0, 0, 0};
 }
 
 } // namespace exactspec

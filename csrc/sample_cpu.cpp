@@ -17,7 +17,7 @@ struct Job {
   Sample::Options options;
   View logits;
   NoiseView noise;
-  View bitmask;
+  View positions, bitmask;
   SamplingViews sampling;
   int32_t* tokens;
   uint32_t* status;
@@ -51,9 +51,13 @@ void sample_row(const Job& job, int b) {
     }
   }
   if (status == 0) {
-    float u[2];
-    job.noise.pair(b, u);
-    token = draw(row, summary, u);
+    if (job.options.rule == Rule::Coupled) {
+      token = coupled_choice(row, summary, job.noise.key(b), *job.positions.at<int32_t>(b));
+    } else {
+      float u[2];
+      job.noise.pair(b, u);
+      token = draw(row, summary, u);
+    }
   }
   job.tokens[b] = token;
   job.status[b] = status;
@@ -76,6 +80,7 @@ void Sample::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::arra
       options_,
       View(inputs[Logits], 1),
       NoiseView(inputs[Noise], options_.keyed, 0),
+      View(inputs[Positions], 0),
       View(inputs[Bitmask], options_.has_bitmask ? 1 : 0),
       SamplingViews(inputs, Parameters),
       outputs[0].data<int32_t>(),

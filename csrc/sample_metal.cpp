@@ -15,12 +15,14 @@ MetalCall sample_call(
   VerifyDraft::Options as_verify{};
   as_verify.draft = DraftKind::OneHot;
   as_verify.order = options.order;
+  as_verify.rule.kind = options.rule;
   as_verify.logprobs = options.logprobs;
   as_verify.keyed = options.keyed;
   as_verify.has_bitmask = options.has_bitmask;
   std::vector<mx::array> all(VerifyDraft::NumInputs, absent());
   all[VerifyDraft::TargetLogits] = inputs[Sample::Logits];
   all[VerifyDraft::Noise] = inputs[Sample::Noise];
+  all[VerifyDraft::Positions] = inputs[Sample::Positions];
   all[VerifyDraft::Bitmask] = inputs[Sample::Bitmask];
   for (int i = 0; i < kNumParameters; ++i) {
     all[VerifyDraft::Parameters + i] = inputs[Sample::Parameters + i];

@@ -75,8 +75,10 @@ std::vector<mx::array> verify_draft(
     const Draft& draft,
     const Sampling& sampling,
     const Sampling& draft_sampling,
+    const AcceptanceRule& rule,
     const std::optional<mx::array>& uniforms,
     const std::optional<mx::array>& keys,
+    const std::optional<mx::array>& positions,
     const std::optional<mx::array>& token_bitmask,
     Logprobs logprobs,
     bool stats,
@@ -100,6 +102,7 @@ std::vector<mx::array> verify_draft(
     check_shape(kOp, "draft_lengths", *draft_lengths, batch_shape);
   }
   check_draft(draft, batch_shape, num_draft_tokens);
+  check_positions(kOp, positions, rule.kind, batch_shape);
   if (token_bitmask) {
     check_ids_dtype(kOp, "token_bitmask", *token_bitmask);
     check_shape(
@@ -119,6 +122,7 @@ std::vector<mx::array> verify_draft(
       draft.vocab.value_or(absent()),
       draft.stats.value_or(absent()),
       noise_input(kOp, uniforms, keys, batch_shape, num_draft_tokens + 2),
+      positions.value_or(absent()),
       token_bitmask.value_or(absent())};
   append_parameters(inputs, kOp, "sampling", sampling, batch_shape, stream);
   append_parameters(inputs, kOp, "draft_sampling", draft_sampling, batch_shape, stream);
@@ -129,6 +133,7 @@ std::vector<mx::array> verify_draft(
                       : DraftKind::OneHot,
       sampling.order,
       draft_sampling.order,
+      rule,
       logprobs,
       stats,
       keys.has_value(),
@@ -180,6 +185,7 @@ std::vector<int> VerifyDraft::core_ranks() const {
   ranks[DraftVocab] = kShared;
   ranks[DraftStats] = options_.has_draft_stats ? 2 : kShared;
   ranks[Noise] = 1;
+  ranks[Positions] = options_.rule.kind == Rule::Coupled ? 0 : kShared;
   ranks[Bitmask] = options_.has_bitmask ? 2 : kShared;
   return ranks;
 }

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <array>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -21,12 +22,20 @@ struct Draft {
   std::optional<mx::array> stats; // [batch..., K, NUM_ROW_STATS] f32
 };
 
-// Verifies drafts by the token-wise rule of Leviathan et al. (2211.17192) and Chen et al.
-// (2302.01318).
+// How drafts are accepted.
+struct AcceptanceRule {
+  Rule kind = Rule::Token;
+  // Typical: epsilon, delta. Cascade: alpha.
+  std::array<float, 2> parameters{};
+  bool operator==(const AcceptanceRule&) const = default;
+};
+
+// Verifies drafts by `rule`.
 //   target_logits  [batch..., K + 1, V] f32 / f16 / bf16
 //   draft_tokens   [batch..., K] i32
 //   draft_lengths  [batch...] i32, optional
 //   uniforms       [batch..., K + 2] f32, or keys [batch..., 2] u32: exactly one of them
+//   positions      [batch...] i32, with Rule::Coupled: the absolute position of slot 0
 //   token_bitmask  [batch..., K + 1, ceil(V / 32)] i32, optional
 // Returns tokens [batch..., K + 1] i32, num_accepted [batch...] i32, status [batch...] u32; then,
 // if asked for, logprobs [batch..., K + 1] f32; then, if asked for, the four statistics
@@ -39,8 +48,10 @@ std::vector<mx::array> verify_draft(
     const Draft& draft,
     const Sampling& sampling,
     const Sampling& draft_sampling,
+    const AcceptanceRule& rule,
     const std::optional<mx::array>& uniforms,
     const std::optional<mx::array>& keys,
+    const std::optional<mx::array>& positions,
     const std::optional<mx::array>& token_bitmask,
     Logprobs logprobs,
     bool stats,
@@ -52,6 +63,7 @@ class VerifyDraft : public SequencePrimitive {
     DraftKind draft;
     Order order;
     Order draft_order;
+    AcceptanceRule rule;
     Logprobs logprobs;
     bool stats;
     bool keyed;
@@ -73,6 +85,7 @@ class VerifyDraft : public SequencePrimitive {
     DraftVocab,
     DraftStats,
     Noise,
+    Positions,
     Bitmask,
     Parameters,
     DraftParameters = Parameters + kNumParameters,

@@ -34,7 +34,7 @@ struct Job {
   View target_logits, draft_tokens, draft_lengths, draft_rows, draft_probs, draft_vocab,
       draft_stats;
   NoiseView noise;
-  View bitmask;
+  View positions, bitmask;
   SamplingViews sampling, draft_sampling;
   int32_t* tokens;
   int32_t* num_accepted;
@@ -105,6 +105,18 @@ class DraftRow {
     for (; from != entries.end() && from->id < first + n; ++from) {
       out[from->id - first] += entry_prob(*from);
     }
+  }
+
+  // The probability of the likeliest column or entry.
+  float largest() const {
+    if (kind_ == DraftKind::Dense) {
+      return dist_.scale();
+    }
+    float largest = kind_ == DraftKind::OneHot;
+    for (const Entry& entry : sparse_) {
+      largest = std::max(largest, probs_[entry.column]);
+    }
+    return largest;
   }
 
   // In nats, over everything the draft can produce, repeated ids merged.
@@ -207,7 +219,7 @@ class Sequence {
       status_ |= BAD_PARAMETER;
     } else {
       read_length();
-      int next = accept_prefix();
+      int next = rule().kind == Rule::Block && !sampling_.greedy() ? accept_block() : accept_prefix();
       write_tokens(next);
       if (job_.options.stats) {
         write_stats();
@@ -218,6 +230,8 @@ class Sequence {
   }
 
  private:
+  const AcceptanceRule& rule() const { return job_.options.rule; }
+
   void flag_if(bool condition, Status bit) { status_ |= condition ? static_cast<uint32_t>(bit) : 0; }
 
   int token(int slot) const { return *job_.draft_tokens.at<int32_t>(b_, slot); }
@@ -311,21 +325,25 @@ class Sequence {
       }
       int id = token(i);
       flag_if(id >= job_.vocab_size, OUT_OF_RANGE);
-      bool accepted;
-      if (target(i).dist.greedy) {
-        accepted = id == target(i).dist.cutoff_id;
+      if (target(i).dist.greedy || rule().kind == Rule::Coupled) {
+        int choice = draw_target(i);
+        if (id != choice) {
+          return choice;
+        }
+      } else if (rule().kind == Rule::Typical) {
+        if (!is_typical(i)) {
+          return draw_target(i);
+        }
       } else {
-        if (!draft(i).finite()) {
-          status_ |= BAD_DRAFT;
+        if (!read_draft(i)) {
           return PLACEHOLDER_TOKEN;
         }
-        double draft_prob = draft(i).prob(id);
-        flag_if(draft_prob == 0, ZERO_DRAFT_PROB);
+        bool defers = rule().kind != Rule::Cascade || defers_to_target(i);
         // Strictly less: a token the target cannot produce stays out also when the coin is 0.
-        accepted = job_.noise.coin(b_, i) * draft_prob < target_prob(i);
-      }
-      if (!accepted) {
-        return target(i).dist.greedy ? target(i).dist.cutoff_id : draw_residual(i);
+        double threshold = defers ? job_.noise.coin(b_, i) * double{draft(i).prob(id)} : 0.0;
+        if (!(threshold < target_prob(i))) {
+          return draw_residual(i, 1.0);
+        }
       }
       ++num_accepted_;
     }
@@ -336,23 +354,94 @@ class Sequence {
     return draw_target(length_);
   }
 
+  // False, with the status set, where the slot's draft row is bad.
+  bool read_draft(int i) {
+    if (!draft(i).finite()) {
+      status_ |= BAD_DRAFT;
+      return false;
+    }
+    flag_if(draft(i).prob(token(i)) == 0, ZERO_DRAFT_PROB);
+    return true;
+  }
+
+  // Typical acceptance (Cai et al. 2401.10774, section 2.3.1).
+  bool is_typical(int i) {
+    auto [epsilon, delta] = rule().parameters;
+    float entropy = exactspec::entropy(target_row(i), target(i));
+    return target_prob(i) > std::min(epsilon, delta * std::exp(-entropy));
+  }
+
+  // The deferral rule "Diff" of speculative cascades (Narasimhan et al. 2405.19261).
+  bool defers_to_target(int i) {
+    return draft(i).largest() < target(i).dist.scale() - rule().parameters[0];
+  }
+
+  // Block verification (Sun et al. 2403.10444, algorithm 2): the longest prefix whose coin passes.
+  int accept_block() {
+    std::vector<double> weight{1.0};
+    int n = 0;
+    for (; n < length_; ++n) {
+      if (!target(n).finite) {
+        status_ |= NON_FINITE_TARGET;
+        return PLACEHOLDER_TOKEN;
+      }
+      if (!can_produce(n)) {
+        status_ |= OUT_OF_RANGE;
+        break;
+      }
+      flag_if(token(n) >= job_.vocab_size, OUT_OF_RANGE);
+      if (!read_draft(n)) {
+        return PLACEHOLDER_TOKEN;
+      }
+      double target_p = target_prob(n), draft_p = draft(n).prob(token(n));
+      double before = weight.back();
+      weight.push_back(
+          target_p == 0      ? 0.0
+              : draft_p == 0 ? static_cast<double>(before > 0)
+                             : std::min(before * target_p / draft_p, 1.0));
+    }
+    if (!target(n).finite) {
+      status_ |= NON_FINITE_TARGET;
+      return PLACEHOLDER_TOKEN;
+    }
+    if (n > 0 && job_.noise.coin(b_, n - 1) < weight[n]) {
+      num_accepted_ = n;
+      return draw_target(n);
+    }
+    for (int i = n - 1; i > 0; --i) {
+      auto mass = residual_mass(i, weight[i]);
+      double sum = std::accumulate(mass.begin(), mass.end(), 0.0);
+      double rest = sum + 1 - weight[i];
+      if (rest == 0 || job_.noise.coin(b_, i - 1) < sum / rest) {
+        num_accepted_ = i;
+        return draw_residual(i, weight[i], mass);
+      }
+    }
+    return n > 0 ? draw_residual(0, 1.0) : draw_target(0);
+  }
+
+  // The target's own choice at row i, by the draw's pair or by the noise of its position.
   int draw_target(int i) {
+    if (rule().kind == Rule::Coupled) {
+      int position = *job_.positions.at<int32_t>(b_) + i;
+      return coupled_choice(target_row(i), target(i), job_.noise.key(b_), position);
+    }
     float u[2];
     job_.noise.pair(b_, u);
     return draw(target_row(i), target(i), u);
   }
 
-  // Unnormalised max(target - draft, 0) of ids [first, first + n).
-  void load_residual(int slot, int first, int n, float* out) {
+  // Unnormalised max(factor * target - draft, 0) of ids [first, first + n).
+  void load_residual(int slot, double factor, int first, int n, float* out) {
     float x[DRAW_BLOCK];
     const Distribution& dist = target(slot).dist;
     target_row(slot).load(first, n, x);
     dist.weights(x, first, n, out);
     draft(slot).load(first, n, x);
-    block_residual(out, dist.scale(), x, n);
+    block_residual(out, static_cast<float>(factor * dist.scale()), x, n);
   }
 
-  int draw_residual(int slot) {
+  std::vector<double> residual_mass(int slot, double factor) {
     Row row = target_row(slot);
     const auto& target_mass = target(slot).block_mass;
     std::vector<double> mass(target_mass.size(), 0.0);
@@ -361,14 +450,22 @@ class Sequence {
       if (target_mass[block] > 0) {
         float r[DRAW_BLOCK];
         int n = row.block_size(block);
-        load_residual(slot, block * DRAW_BLOCK, n, r);
+        load_residual(slot, factor, block * DRAW_BLOCK, n, r);
         mass[block] = block_sum(r, n);
       }
     });
+    return mass;
+  }
+
+  int draw_residual(int slot, double factor) {
+    return draw_residual(slot, factor, residual_mass(slot, factor));
+  }
+
+  int draw_residual(int slot, double factor, const std::vector<double>& mass) {
     float u[2];
     job_.noise.pair(b_, u);
-    int id = draw(mass, row.size, u, [&](int first, int n, float* out) {
-      load_residual(slot, first, n, out);
+    int id = draw(mass, job_.vocab_size, u, [&](int first, int n, float* out) {
+      load_residual(slot, factor, first, n, out);
     });
     // Only rounding leaves no mass: target and draft agree, so the target itself is the law.
     return id < 0 ? draw_target(slot) : id;
@@ -469,6 +566,7 @@ void VerifyDraft::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx:
       view(DraftVocab, options_.has_vocab, 1),
       view(DraftStats, options_.has_draft_stats, 2),
       NoiseView(inputs[Noise], options_.keyed, inputs[DraftTokens].shape(-1)),
+      view(Positions, options_.rule.kind == Rule::Coupled, 0),
       view(Bitmask, options_.has_bitmask, 2),
       SamplingViews(inputs, Parameters),
       SamplingViews(inputs, DraftParameters),

@@ -33,6 +33,7 @@ struct Constants {
             static_cast<int>(call.options.draft),
             static_cast<int>(call.options.order),
             static_cast<int>(call.options.draft_order),
+            static_cast<int>(call.options.rule.kind),
             static_cast<int>(call.options.logprobs)},
         bools{
             call.options.keyed,
@@ -196,10 +197,12 @@ VerifyDraftParams make_params(const MetalCall& call, const Geometry& g) {
   p.noise_batch = stride(in[V::Noise], 1, -1);
   p.noise_step = stride(in[V::Noise], 1, 0);
   p.lengths_batch = o.has_lengths ? stride(in[V::DraftLengths], 0, -1) : 0;
+  p.positions_batch = o.rule.kind == Rule::Coupled ? stride(in[V::Positions], 0, -1) : 0;
   p.vocab_step = o.has_vocab ? in[V::DraftVocab].strides(0) : 0;
   for (int i = 0; i < 2 * kNumParameters; ++i) {
     p.parameters[i] = stride(in[V::Parameters + i], 0, -1);
   }
+  std::copy(o.rule.parameters.begin(), o.rule.parameters.end(), p.rule_parameters);
   return p;
 }
 
@@ -247,8 +250,7 @@ void encode_metal(mx::Stream stream, MetalCall& call) {
 
   auto& encoder = metal::get_command_encoder(stream);
   int all_rows = 2 * g.num_slots + 1;
-  mx::array partials = scratch(encoder, {g.batch, all_rows, g.row_blocks, 4});
-  mx::array rows = scratch(encoder, {g.batch, all_rows, 4});
+  mx::array partials = scratch(encoder, {g.batch, all_rows, g.row_blocks + 1, 4});
   mx::array mass = scratch(encoder, {g.batch, all_rows, g.row_blocks});
   mx::array dummy = scratch(encoder, {4});
   VerifyDraftParams params = make_params(call, g);
@@ -267,7 +269,6 @@ void encode_metal(mx::Stream stream, MetalCall& call) {
     }
     encoder.set_bytes(params, BUF_PARAMS);
     encoder.set_output_array(partials, BUF_PARTIALS);
-    encoder.set_output_array(rows, BUF_ROWS);
     encoder.set_output_array(mass, BUF_MASS);
     encoder.set_output_array(scattered, BUF_SCATTERED);
     encoder.set_output_array(*call.tokens, BUF_TOKENS);

@@ -28,4 +28,7 @@ enum class Order : int { TemperatureFirst, TemperatureLast, Sequential };
 enum class DraftKind : int { OneHot, Sparse, Dense };
 enum class Logprobs : int { None, Raw, Filtered };
 
+// How a draft is accepted; docs/rules.md. `sample` knows Token (independent noise) and Coupled.
+enum class Rule : int { Token, Block, Coupled, Typical, Cascade };
+
 } // namespace exactspec

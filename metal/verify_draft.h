@@ -13,6 +13,7 @@ constant int draft_dtype [[function_constant(FC_DRAFT_DTYPE)]];
 constant int draft_kind [[function_constant(FC_DRAFT_KIND)]];
 constant int target_order [[function_constant(FC_ORDER)]];
 constant int draft_order [[function_constant(FC_DRAFT_ORDER)]];
+constant int rule [[function_constant(FC_RULE)]];
 constant int logprobs_kind [[function_constant(FC_LOGPROBS)]];
 constant bool keyed [[function_constant(FC_KEYED)]];
 constant bool has_lengths [[function_constant(FC_HAS_LENGTHS)]];
@@ -34,6 +35,7 @@ struct Buffers {
   const device int* draft_vocab;
   const device float* draft_stats;
   const device uint* noise;
+  const device int* positions;
   const device uint* bitmask;
   const device float* temperature[2];
   const device int* top_k[2];
@@ -41,7 +43,6 @@ struct Buffers {
   const device float* min_p[2];
   constant VerifyDraftParams* params;
   device float4* partials;
-  device float4* rows;
   device float* mass;
   device float* scattered;
   device int* tokens;
@@ -144,9 +145,9 @@ struct Sequence {
 
   device float4* row_partials(int r) const {
     int64_t at = int64_t(b) * (2 * K + 1) + r;
-    return in.partials + at * in.params->row_blocks;
+    return in.partials + at * (in.params->row_blocks + 1);
   }
-  device float4* row_slot(int r) const { return in.rows + int64_t(b) * (2 * K + 1) + r; }
+  device float4* row_slot(int r) const { return row_partials(r) + in.params->row_blocks; }
   // A float per block: the row that is drawn from uses the region of row 0.
   device float* block_floats(int r) const {
     return in.mass + (int64_t(b) * (2 * K + 1) + r) * in.params->row_blocks;

@@ -15,6 +15,7 @@ using namespace exactspec;
   const device int* draft_vocab [[buffer(BUF_DRAFT_VOCAB)]], \
   const device float* draft_stats [[buffer(BUF_DRAFT_STATS)]], \
   const device uint* noise [[buffer(BUF_NOISE)]], \
+  const device int* positions [[buffer(BUF_POSITIONS)]], \
   const device uint* bitmask [[buffer(BUF_BITMASK)]], \
   const device float* temperature [[buffer(BUF_PARAMETERS)]], \
   const device int* top_k [[buffer(BUF_PARAMETERS + 1)]], \
@@ -26,7 +27,6 @@ using namespace exactspec;
   const device float* draft_min_p [[buffer(BUF_PARAMETERS + 7)]], \
   constant VerifyDraftParams& params [[buffer(BUF_PARAMS)]], \
   device float4* partials [[buffer(BUF_PARTIALS)]], \
-  device float4* rows [[buffer(BUF_ROWS)]], \
   device float* mass [[buffer(BUF_MASS)]], \
   device float* scattered [[buffer(BUF_SCATTERED)]], \
   device int* tokens [[buffer(BUF_TOKENS)]], \
@@ -43,8 +43,8 @@ using namespace exactspec;
 
 #define SEQUENCE(b) \
   Buffers buffers = {target_logits, draft_tokens, draft_lengths, draft_rows, draft_probs, draft_vocab, \
-      draft_stats, noise, bitmask, {temperature, draft_temperature}, {top_k, draft_top_k}, \
-      {top_p, draft_top_p}, {min_p, draft_min_p}, &params, partials, rows, mass, scattered, tokens, \
+      draft_stats, noise, positions, bitmask, {temperature, draft_temperature}, {top_k, draft_top_k}, \
+      {top_p, draft_top_p}, {min_p, draft_min_p}, &params, partials, mass, scattered, tokens, \
       num_accepted, status, logprobs}; \
   Sequence sequence(buffers, int(b), tid, threads.x)
 

@@ -22,9 +22,11 @@ struct VerifyDraftParams {
   int64_t noise_batch, noise_step;
   int64_t lengths_batch;
   int64_t vocab_step;
+  int64_t positions_batch;
   int64_t parameters[8]; // target's temperature, top_k, top_p, min_p; then the draft's
+  float rule_parameters[2]; // Rule::Typical: epsilon, delta; Rule::Cascade: alpha
 };
-static_assert(sizeof(VerifyDraftParams) == 24 + 8 * 29, "host and shader must agree");
+static_assert(sizeof(VerifyDraftParams) == 24 + 8 * 30 + 8, "host and shader must agree");
 
 // Buffer indices. Optional buffers are bound to a dummy.
 enum VerifyDraftBuffer : int {
@@ -36,11 +38,13 @@ enum VerifyDraftBuffer : int {
   BUF_DRAFT_VOCAB,
   BUF_DRAFT_STATS,
   BUF_NOISE,
+  BUF_POSITIONS,
   BUF_BITMASK,
   BUF_PARAMETERS, // eight buffers, in the order of VerifyDraftParams::parameters
   BUF_PARAMS = BUF_PARAMETERS + 8,
-  BUF_PARTIALS, // float4 [B, 2K + 1, row_blocks]: max, sum, raw max, raw sum of a block
-  BUF_ROWS, // float4 [B, 2K + 1]: max, log norm, cutoff, cutoff id (bits) of a filtered row
+  // float4 [B, 2K + 1, row_blocks + 1]: max, sum, raw max, raw sum of a block; then max, log norm, cutoff
+  // and cutoff id (bits) of a filtered row.
+  BUF_PARTIALS,
   BUF_MASS, // float [B, 2K + 1, row_blocks]: a sum per block
   BUF_SCATTERED, // float [B, 2, V], with statistics [B, K, 2, V]: a mapped draft by target id
   BUF_TOKENS,
@@ -57,6 +61,7 @@ enum VerifyDraftConstant : int {
   FC_DRAFT_KIND,
   FC_ORDER,
   FC_DRAFT_ORDER,
+  FC_RULE,
   FC_LOGPROBS,
   FC_KEYED,
   FC_HAS_LENGTHS,

@@ -219,7 +219,7 @@ def test_draft_vocab(backend, shape, dtype):
         ("uniforms", dense(keys=mx.zeros((B, 2), mx.uint32))),
         ("keys", dense(keys=mx.zeros((B, 2), mx.uint32))),
         ("rule", dense(rule="tokens")),
-        ("rule", dense(rule="block")),
+        ("rule", dense(rule="typical")),
         ("rule", dense(rule=None)),
         ("positions", dense(positions=mx.zeros((B,), mx.int32))),
         ("logprobs", dense(logprobs="log")),
@@ -234,7 +234,7 @@ def test_verify_draft_combination(backend, argument, given):
     "argument, given",
     [
         ("uniforms", plain(keys=mx.zeros((B, 2), mx.uint32))),
-        ("rule", plain(rule="coupled")),
+        ("rule", plain(rule="block")),
         ("rule", plain(rule="token")),
         ("positions", plain(positions=mx.zeros((B,), mx.int32))),
         ("logprobs", plain(logprobs="log")),
@@ -244,7 +244,7 @@ def test_sample_combination(backend, argument, given):
     check_error(backend.sample, "sample", argument, given)
 
 
-@pytest.mark.parametrize("rule", ["block", "no such rule"])
+@pytest.mark.parametrize("rule", ["cascade", "no such rule"])
 def test_rule_names_the_supported_ones(backend, rule):
     with pytest.raises(
         ValueError, match=r"^\[verify_draft\] rule: expected .*token.*, got "

@@ -21,16 +21,19 @@ from .ops import (  # noqa: E402
     sample,
     verify_draft,
 )
+from .rules import Cascade, Typical  # noqa: E402
 from .sampling import Sampling  # noqa: E402
 
 __version__ = _version("exactspec")
 
 __all__ = [
     "PLACEHOLDER_TOKEN",
+    "Cascade",
     "SampleResult",
     "Sampling",
     "SparseDistribution",
     "Status",
+    "Typical",
     "VerifyResult",
     "VerifyStats",
     "acceptance_probability",

@@ -16,7 +16,17 @@ def check_extension() -> None:
             f"exactspec's extension does not load with mlx {mx.__version__} ({error}); {fix}"
         ) from error
     try:
-        _ext.sample(mx.zeros((1,)), (1.0, 0.0, 1.0, 0.0, 0), mx.zeros((2,)), None, None, 0, mx.cpu)
+        _ext.sample(
+            mx.zeros((1,)),
+            (1.0, 0.0, 1.0, 0.0, 0),
+            0,
+            mx.zeros((2,)),
+            None,
+            None,
+            None,
+            0,
+            mx.cpu,
+        )
     except TypeError as error:
         raise ImportError(
             f"exactspec was built against mlx {_ext.MLX_VERSION} with nanobind "

@@ -8,6 +8,7 @@ from typing import NamedTuple, Optional, Union
 import mlx.core as mx
 
 from . import _ext
+from .rules import EXACT_RULES, Cascade, Rule, check_rule, is_exact, pack
 from .sampling import ORDERS, Sampling, check_sampling
 
 PLACEHOLDER_TOKEN = _ext.PLACEHOLDER_TOKEN
@@ -129,11 +130,13 @@ def resolve_noise(op: str, batch_shape: tuple, uniforms, keys):
     return keys
 
 
-def check_rule(op: str, rule, choices, positions) -> None:
-    """Raise ``ValueError`` for a rule that is not there, or ``positions`` no rule reads."""
-    check_choice(op, "rule", rule, choices)
-    if positions is not None:
-        raise ValueError(f"[{op}] positions: expected None with rule={rule!r}, got an array")
+def check_noise(op: str, rule: Rule, uniforms, keys, positions) -> None:
+    """Raise ``ValueError`` for noise that the rule does not use, or the lack of what it needs."""
+    if rule == "coupled":
+        for name, value, wanted in (("uniforms", uniforms, False), ("keys", keys, True)):
+            if (value is not None) != wanted:
+                expected, got = ("an array", "None") if wanted else ("None", "an array")
+                raise ValueError(f"[{op}] {name}: expected {expected} with rule='coupled', got {got}")
 
 
 def check_draft_sampling(draft_logits, draft_sampling, sampling: Sampling) -> Sampling:
@@ -166,7 +169,7 @@ def verify_draft(
     draft_stats: Optional[mx.array] = None,
     sampling: Sampling = Sampling(),
     draft_sampling: Optional[Sampling] = None,
-    rule: str = "token",
+    rule: Rule = "token",
     uniforms: Optional[mx.array] = None,
     keys: Optional[mx.array] = None,
     positions: Optional[mx.array] = None,
@@ -178,14 +181,27 @@ def verify_draft(
     """Accept a prefix of a draft and draw the token after it, exactly as the target would.
 
     Whatever the draft, the emitted tokens are distributed as if each had been sampled from the
-    target (speculative sampling: Leviathan et al. 2211.17192, algorithm 1; Chen et al. 2302.01318).
-    Draft token ``x`` of slot ``i`` is accepted iff ``u_i * draft_i(x) < target_i(x)``, strictly, so
-    a token the target cannot produce is never accepted. At the first rejection the next token comes
-    from the residual ``max(target_i - draft_i, 0)`` renormalised; after a fully accepted draft,
-    from the bonus row. If the residual has no mass (rounding), the target row is the law.
+    target. Which drafts are accepted is up to the rule:
 
-    A row with temperature 0 needs no coin: drafts are accepted while they are the argmax. Rows
-    after the first rejection are not read. Inputs are read in place whatever their strides, and
+    ``"token"`` (speculative sampling: Leviathan et al. 2211.17192, algorithm 1; Chen et al.
+    2302.01318): draft token ``x`` of slot ``i`` is accepted iff ``u_i * draft_i(x) < target_i(x)``,
+    strictly, so a token the target cannot produce is never accepted. At the first rejection the
+    next token comes from the residual ``max(target_i - draft_i, 0)`` renormalised; after a fully
+    accepted draft, from the bonus row. If the residual has no mass (rounding), the target row is
+    the law.
+
+    ``"block"`` (Sun et al. 2403.10444, algorithm 2): the slots are judged together, and the mean
+    accepted length is never below the token rule's. Reads every row in use.
+
+    ``"coupled"`` (Daliri et al. 2408.07978): every token is the target's own choice by noise that
+    is a function of key, position and token id, and drafts are accepted while they are that choice.
+    With the same key the text is the same whatever the drafter, or without one. Draw drafts by
+    ``sample(..., rule="coupled")`` with the same keys. The draft's distribution is not read.
+
+    :class:`Typical` and :class:`Cascade` are lossy: results have ``exact=False``.
+
+    A row with temperature 0 needs no coin: drafts are accepted while they are the argmax, under
+    every rule. Except under ``"block"``, rows after the first rejection are not read. Inputs are read in place whatever their strides, and
     never written to. Without a batch axis (``[K + 1, V]``) all shapes lose ``B``. Leave all noise
     out and ``mx.random`` supplies it; under ``mx.compile`` capture ``mx.random.state`` then, and
     under ``mx.vmap`` pass ``keys`` (one draw would serve all) and return the array fields only.
@@ -209,14 +225,15 @@ def verify_draft(
             that they are not read again to be normalised.
         sampling: the target's parameters.
         draft_sampling: those of a dense draft (default: the target's).
-        rule: ``"token"``.
+        rule: ``"token"``, ``"block"``, ``"coupled"``, or a lossy rule.
         uniforms: ``[B, K + 2]`` float32 in [0, 1): coin ``i`` at ``i``, the draw's pair at ``K``
-            and ``K + 1``, also for shorter drafts.
+            and ``K + 1``, also for shorter drafts. Not with ``"coupled"``.
         keys: ``[B, 2]`` uint32, as ``mx.random.key`` gives: with
             ``r = mx.random.uniform(shape=(256,), key=keys[b])`` coin ``i`` is ``r[i]`` and the pair
             ``r[254], r[255]``, for every ``K <= 254``. The draft's own sampling must use other
-            keys.
-        positions: for rules that need it; ``None``.
+            keys, except under ``"coupled"``, where it must use the same.
+        positions: ``[B]`` int32, with ``"coupled"`` only: the absolute position of slot 0 in its
+            sequence, by which drafting and every later call name the same noise.
         token_bitmask: ``[B, K + 1, ceil(V / 32)]`` int32, bit 1 = allowed (xgrammar's layout). A
             masked token of the target counts as -inf before everything else; the draft is not
             masked.
@@ -256,7 +273,13 @@ def verify_draft(
     )
     check_sampling(op, "sampling", sampling)
     draft_sampling = check_draft_sampling(draft_logits, draft_sampling, sampling)
-    check_rule(op, rule, ("token",), positions)
+    check_rule(op, rule, EXACT_RULES)
+    if isinstance(rule, Cascade) and draft_logits is None and draft_ids is None:
+        raise ValueError(
+            f"[{op}] rule: expected draft_logits or draft_ids with {rule!r} (a one-hot draft is "
+            "always certain), got neither"
+        )
+    check_noise(op, rule, uniforms, keys, positions)
     check_choice(op, "logprobs", logprobs, LOGPROBS)
     check_stream(op, stream)
     if not isinstance(stats, bool):
@@ -273,8 +296,10 @@ def verify_draft(
         draft_stats,
         _pack(sampling),
         _pack(draft_sampling),
+        pack(rule),
         uniforms,
         keys,
+        positions,
         token_bitmask,
         LOGPROBS.index(logprobs),
         stats,
@@ -284,6 +309,7 @@ def verify_draft(
         *outputs[:3],
         logprobs=outputs[3] if logprobs else None,
         stats=VerifyStats(*outputs[-4:]) if stats else None,
+        exact=is_exact(rule),
     )
 
 
@@ -308,11 +334,12 @@ def sample(
     Args:
         logits: ``[B, V]`` or ``[V]`` float32, float16 or bfloat16, read in place.
         sampling: temperature and filters.
-        rule: ``"independent"``.
+        rule: ``"independent"``, or ``"coupled"``: the choice by noise that is a function of key,
+            position and token id, as in :func:`verify_draft`.
         uniforms: ``[B, 2]`` float32 in [0, 1).
         keys: ``[B, 2]`` uint32; the pair is ``r[254], r[255]`` as in :func:`verify_draft`. With
             neither, ``mx.random`` supplies keys.
-        positions: for rules that need it; ``None``.
+        positions: ``[B]`` int32, with ``"coupled"`` only: the token's absolute position.
         token_bitmask: ``[B, ceil(V / 32)]`` int32, bit 1 = allowed.
         logprobs: ``None``, ``"raw"`` or ``"filtered"``, as in :func:`verify_draft`.
         stream: a CPU stream or device (default: the default one).
@@ -333,11 +360,20 @@ def sample(
         token_bitmask=token_bitmask,
     )
     check_sampling(op, "sampling", sampling)
-    check_rule(op, rule, ("independent",), positions)
+    check_rule(op, rule, ("independent", "coupled"))
+    check_noise(op, rule, uniforms, keys, positions)
     check_choice(op, "logprobs", logprobs, LOGPROBS)
     check_stream(op, stream)
     keys = resolve_noise(op, logits.shape[:-1], uniforms, keys)
     tokens, status, row_stats, *rest = _ext.sample(
-        logits, _pack(sampling), uniforms, keys, token_bitmask, LOGPROBS.index(logprobs), stream
+        logits,
+        _pack(sampling),
+        pack("coupled" if rule == "coupled" else "token")[0],
+        uniforms,
+        keys,
+        positions,
+        token_bitmask,
+        LOGPROBS.index(logprobs),
+        stream,
     )
     return SampleResult(tokens, status, rest[0] if rest else None, row_stats)
