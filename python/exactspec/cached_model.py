@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import CacheList, make_prompt_cache, trim_prompt_cache
+from mlx_lm.models.cache import CacheList, KVCache, make_prompt_cache, trim_prompt_cache
 
 # Tokens per forward while the prompt is read: bounds the memory of attention over a long prompt.
 PREFILL_CHUNK = 512
@@ -16,7 +17,8 @@ class CachedModel:
     """An mlx-lm model, its cache, and the tokens of the text that it has not seen yet.
 
     The text (prompt, then generated tokens) always equals the tokens in the cache without the
-    last ``num_drafts``, followed by ``pending``.
+    last ``num_drafts``, followed by ``pending``. Drafts may form a tree: then the cache holds them
+    in the order they were fed in, each seeing the text and its own ancestors only.
 
     Args:
         model: an mlx-lm language model, called as ``model(tokens[1, n], cache=cache)`` and
@@ -30,6 +32,7 @@ class CachedModel:
         self.cache = make_prompt_cache(model) if cache is None else cache
         self.pending: list[int] = []
         self.num_drafts = 0
+        self._ancestors: list[list[int]] = []  # of each draft in a tree, itself the last
         self._cache_is_callers = cache is not None
         # The graph of one token tells the width of the logits; it is never evaluated.
         self.vocab_size: int = model(mx.zeros((1, 1), mx.int32)).shape[-1]
@@ -68,16 +71,69 @@ class CachedModel:
         self.num_drafts += drafts.size
         return logits
 
-    def settle(self, tokens: list[int], num_accepted: int) -> None:
+    def check_tree(self, op: str) -> None:
+        """Raise ``ValueError`` if the cache cannot hold a tree."""
+        classes = {type(cache).__name__ for cache in self.cache if type(cache) is not KVCache}
+        if classes:
+            raise ValueError(
+                f"[{op}] prompt_cache: expected KVCache in every layer to draft a tree, got "
+                f"{', '.join(sorted(classes))}"
+            )
+
+    def feed_tree(self, drafts: mx.array, parents: Sequence[int]) -> mx.array:
+        """As ``feed``, for drafts that are nodes of a tree; may be called for a tree piece by piece.
+
+        The model sees a batch of one-token sequences at positions of their own, which share the
+        cached text: no other mask is understood by every model.
+
+        Args:
+            drafts: int32 ``[n]``.
+            parents: for each of them the number of an earlier draft since ``settle``, or -1 for
+                the text.
+
+        Returns:
+            Logits of every position fed, ``[len(pending) + n, V]``.
+        """
+        num_pending, known = len(self.pending), self.num_drafts
+        start = self.cache[0].offset - known  # of the pending tokens
+        for index, parent in enumerate(parents):
+            before = [] if parent < 0 else self._ancestors[parent]
+            self._ancestors.append([*before, known + index])
+        # What each token sees behind the cached text: pending ones a chain, drafts their ancestors.
+        seen = [list(range(i + 1)) for i in range(num_pending)]
+        text = list(range(num_pending))
+        seen += [text + [num_pending + i for i in line] for line in self._ancestors[known:]]
+        positions = mx.array([start + len(line) - 1 for line in seen], mx.int32)
+        end = num_pending + known + len(parents)
+        rows = [[int(i in set(line)) for i in range(end)] for line in seen]
+        visible = mx.pad(mx.array(rows, mx.bool_), [(0, 0), (start, 0)], constant_values=True)
+        layers = [_TreeLayer(cache, positions, visible) for cache in self.cache]
+        tokens = mx.concatenate([mx.array(self.pending, mx.int32), drafts.astype(mx.int32)])
+        tokens = mx.minimum(tokens, self.vocab_size - 1)
+        self.pending = []
+        self.num_drafts += len(parents)
+        return self.model(tokens[:, None], cache=layers)[:, 0]
+
+    def settle(
+        self, tokens: list[int], num_accepted: int, path: Sequence[int] | None = None
+    ) -> None:
         """Append ``tokens`` to the text and roll the other drafts back.
 
         Args:
-            tokens: what became text; the first ``num_accepted`` of them are the first drafts.
+            tokens: what became text; the first ``num_accepted`` of them are drafts.
+            path: numbers of those drafts, ascending. Default: they are the first drafts.
         """
         kept = min(num_accepted, self.num_drafts)
+        if path is not None:
+            fed = [node for node in path[:num_accepted] if node < self.num_drafts]
+            kept = len(fed)
+            if fed != list(range(kept)):
+                for cache in self.cache:
+                    _compact(cache, cache.offset - self.num_drafts, fed)
         if kept < self.num_drafts:
             trim_prompt_cache(self.cache, self.num_drafts - kept)
         self.num_drafts = 0
+        self._ancestors = []
         self.pending += tokens[kept:]
 
     def finish(self) -> None:
@@ -100,3 +156,27 @@ def _untrimmable(cache: Any, num_tokens: int) -> list[str]:
     # A rotating cache overwrites its oldest tokens once it is full.
     room = getattr(cache, "max_size", math.inf) - getattr(cache, "offset", 0)
     return [] if cache.is_trimmable() and num_tokens < room else [type(cache).__name__]
+
+
+def _compact(cache: KVCache, start: int, kept: list[int]) -> None:
+    """Move entries ``start + kept[i]`` to ``start + i``."""
+    index = mx.array(kept, mx.int32) + start
+    for values in (cache.keys, cache.values):
+        values[..., start : start + len(kept), :] = mx.take(values, index, axis=2)
+
+
+class _TreeLayer:
+    """One layer's cache while a model sees nodes as a batch of one-token sequences."""
+
+    def __init__(self, cache: KVCache, positions: mx.array, visible: mx.array):
+        self._cache = cache
+        self._visible = visible
+        self.offset = positions  # what rotary embeddings take as the place of each sequence
+
+    def make_mask(self, n: int, return_array: bool = False, window_size: int | None = None):
+        return self._visible[:, None, None, :]
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        nodes = keys.shape[0]
+        stored = self._cache.update_and_fetch(*(x.transpose(2, 1, 0, 3) for x in (keys, values)))
+        return tuple(mx.broadcast_to(x, (nodes, *x.shape[1:])) for x in stored)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections import deque
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -20,7 +22,8 @@ class Draft(NamedTuple):
     """Tokens proposed after the text, and the distributions they were drawn from.
 
     The fields are the draft's side of ``exactspec.verify_draft``, for one sequence. With neither
-    ``draft_logits`` nor ``draft_ids`` each token was certain (a one-hot draft).
+    ``draft_logits`` nor ``draft_ids`` each token was certain (a one-hot draft). With ``parents``
+    they are that of ``exactspec.verify_tree``: K nodes, and K + 1 rows.
 
     Attributes:
         draft_tokens: int32 ``[K]``.
@@ -30,6 +33,8 @@ class Draft(NamedTuple):
         draft_vocab: int32 ``[Vd]``, the target id of each column of ``draft_logits``.
         draft_stats: float32 ``[K, 4]``, the ``row_stats`` of ``exactspec.sample``.
         draft_sampling: how ``draft_logits`` became distributions. Default: as the target's.
+        parents: of a tree, for each token the number of an earlier one that it follows, or -1 if
+            it follows the text.
         status: uint32 ``[K]``, the ``status`` of ``exactspec.sample``, where it drew the tokens.
     """
 
@@ -40,6 +45,7 @@ class Draft(NamedTuple):
     draft_vocab: mx.array | None = None
     draft_stats: mx.array | None = None
     draft_sampling: Sampling | None = None
+    parents: Sequence[int] | None = None
     status: mx.array | None = None
 
 
@@ -74,14 +80,14 @@ class Drafter:
         """Propose tokens to follow the text, without evaluating an array.
 
         Args:
-            limit: propose at most this many, at least 1.
+            limit: propose at most this many, one after the other, at least 1.
             key: uint32 ``[2]``, the only source of randomness to be used.
         """
         return NO_DRAFT
 
     def extend(self, tokens: list[int], num_accepted: int) -> None:
         """Append ``tokens`` to the text; the first ``num_accepted`` of them are the first tokens
-        of the last draft, and the rest of that draft was rejected."""
+        of the last draft (of a tree: a path from the text), and the rest of it was rejected."""
 
     def finish(self) -> None:
         """End the text."""
@@ -97,7 +103,10 @@ class PromptLookup(Drafter):
     https://github.com/apoorvumang/prompt-lookup-decoding.
 
     Args:
-        num_draft_tokens: the most tokens proposed at once, 1 to 254.
+        num_draft_tokens: the most tokens proposed one after the other, 1 to 254.
+        num_branches: the most continuations proposed at once. With 2 or more, continuations of
+            earlier occurrences and shorter matches are proposed too, as a tree of at most 254
+            tokens.
         max_ngram: longest match tried first, at least ``min_ngram``.
         min_ngram: shortest match that counts, at least 1.
 
@@ -105,11 +114,21 @@ class PromptLookup(Drafter):
         ValueError: for a number out of range.
     """
 
-    def __init__(self, num_draft_tokens: int = 4, *, max_ngram: int = 3, min_ngram: int = 2):
+    def __init__(
+        self,
+        num_draft_tokens: int = 4,
+        *,
+        num_branches: int = 1,
+        max_ngram: int = 3,
+        min_ngram: int = 2,
+    ):
         _check_integer("PromptLookup", "num_draft_tokens", num_draft_tokens, 1, MAX_DRAFT_TOKENS)
+        most = MAX_DRAFT_TOKENS // num_draft_tokens
+        _check_integer("PromptLookup", "num_branches", num_branches, 1, most)
         _check_integer("PromptLookup", "min_ngram", min_ngram, 1)
         _check_integer("PromptLookup", "max_ngram", max_ngram, min_ngram)
         self.num_draft_tokens = num_draft_tokens
+        self.num_branches = num_branches
         self.max_ngram = max_ngram
         self.min_ngram = min_ngram
 
@@ -117,19 +136,22 @@ class PromptLookup(Drafter):
         self, prompt: list[int], *, tokenizer: Any, sampling: Sampling, max_tokens: int
     ) -> None:
         self._text: list[int] = []
-        # N-gram (of any length in use) -> position of the token after its latest occurrence.
-        self._followers: dict[tuple[int, ...], int] = {}
+        # N-gram (of any length in use) -> positions of the token after its latest occurrences.
+        self._followers: dict[tuple[int, ...], deque[int]] = {}
         self.extend(prompt, 0)
 
     def draft(self, limit: int, key: mx.array) -> Draft:
-        return Draft(mx.array(self._propose(min(limit, self.num_draft_tokens)), mx.int32))
+        tokens, parents = self._propose(min(limit, self.num_draft_tokens))
+        is_chain = parents == list(range(-1, len(parents) - 1))
+        return Draft(mx.array(tokens, mx.int32), parents=None if is_chain else parents)
 
     def extend(self, tokens: list[int], num_accepted: int) -> None:
         for token in tokens:
             # Only now do the n-grams at the end have a follower; so the lookup of the end of the
             # text never finds itself.
             for ngram in self._last_ngrams():
-                self._followers[ngram] = len(self._text)
+                positions = self._followers.setdefault(ngram, deque(maxlen=self.num_branches))
+                positions.append(len(self._text))
             self._text.append(token)
 
     def _last_ngrams(self) -> list[tuple[int, ...]]:
@@ -137,14 +159,32 @@ class PromptLookup(Drafter):
         longest = min(self.max_ngram, len(self._text))
         return [tuple(self._text[-n:]) for n in range(longest, self.min_ngram - 1, -1)]
 
-    def _propose(self, count: int) -> list[int]:
+    def _continuations(self, count: int) -> Iterator[list[int]]:
+        """Of the longest match first, and of each its latest occurrence first."""
         for ngram in self._last_ngrams():
-            start = self._followers.get(ngram)
-            if start is not None:
+            for start in reversed(self._followers.get(ngram, ())):
                 # The copied stretch may run into the copy itself: a text that repeats goes on.
                 copy = self._text[start : start + count]
-                return [copy[i % len(copy)] for i in range(count)]
-        return []
+                yield [copy[i % len(copy)] for i in range(count)]
+
+    def _propose(self, count: int) -> tuple[list[int], list[int]]:
+        """Tokens of a tree and their parents."""
+        tokens: list[int] = []
+        parents: list[int] = []
+        nodes: dict[tuple[int, int], int] = {}  # (parent, token) -> number
+        branches = 0
+        for continuation in self._continuations(count):
+            parent, size = -1, len(tokens)
+            for token in continuation:
+                node = nodes.setdefault((parent, token), len(tokens))
+                if node == len(tokens):
+                    tokens.append(token)
+                    parents.append(parent)
+                parent = node
+            branches += len(tokens) > size
+            if branches == self.num_branches:
+                break
+        return tokens, parents
 
 
 class DraftModel(Drafter):
@@ -189,11 +229,7 @@ class DraftModel(Drafter):
     def begin(
         self, prompt: list[int], *, tokenizer: Any, sampling: Sampling, max_tokens: int
     ) -> None:
-        if not same_tokenizer(self.tokenizer, tokenizer):
-            raise ValueError(
-                "[DraftModel] tokenizer: expected the target's tokenizer, got another one; a draft "
-                "model must come from the same family as the target"
-            )
+        _check_tokenizer("DraftModel", self.tokenizer, tokenizer)
         self._sampling = sampling if self.sampling is None else self.sampling
         self._model = CachedModel(self.model, self.prompt_cache)
         self._model.check_trimmable("DraftModel", len(prompt) + max_tokens)
@@ -221,6 +257,90 @@ class DraftModel(Drafter):
 
     def finish(self) -> None:
         self._model.finish()
+
+
+class DraftTree(Drafter):
+    """Proposes a tree: the likeliest continuations under a smaller model of the same tokenizer.
+
+    Each of a node's children is certain to be proposed, so it is verified as a one-hot draft by
+    ``exactspec.verify_tree``: at any temperature a node's children are accepted with their joint
+    probability under the target. Nothing is evaluated while drafting.
+
+    Args:
+        model: an mlx-lm language model whose cache is a plain ``KVCache`` in every layer.
+        tokenizer: its tokenizer, which must be the target's.
+        widths: children of the text, of each of those, and so on: ``(3, 2, 1)`` proposes three
+            tokens, two after each of them and one after each of those. At most 254 in total.
+
+    Raises:
+        TypeError, ValueError: for widths out of range; when a text begins, for a target with
+            another tokenizer.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, widths: Sequence[int] = (3, 2, 1)):
+        widths = tuple(widths)
+        for width in widths:
+            _check_integer("DraftTree", "widths", width, 1)
+        total = sum(math.prod(widths[: i + 1]) for i in range(len(widths)))
+        if not 1 <= total <= MAX_DRAFT_TOKENS:
+            raise ValueError(
+                f"[DraftTree] widths: expected a tree of 1 to {MAX_DRAFT_TOKENS} tokens, got "
+                f"{total} with {widths}"
+            )
+        self.model = model
+        self.tokenizer = tokenizer
+        self.widths = widths
+
+    def begin(
+        self, prompt: list[int], *, tokenizer: Any, sampling: Sampling, max_tokens: int
+    ) -> None:
+        _check_tokenizer("DraftTree", self.tokenizer, tokenizer)
+        self._model = CachedModel(self.model)
+        self._model.check_tree("DraftTree")
+        self._model.settle(prompt, 0)
+        self._model.prefill()
+
+    def draft(self, limit: int, key: mx.array) -> Draft:
+        widths = self.widths[:limit]
+        levels: list[mx.array] = []
+        parents: list[int] = []
+        row = self._model.feed(mx.zeros((0,), mx.int32))[-1:]
+        for depth, width in enumerate(widths):
+            levels.append(mx.flatten(_likeliest(row, width)))
+            first = len(parents) - row.shape[0] if depth else -1  # of the nodes that get children
+            new = [first + i // width for i in range(levels[-1].size)]
+            parents += new
+            if depth + 1 < len(widths):
+                row = self._model.feed_tree(levels[-1], new)
+        self._draft = Draft(mx.concatenate(levels), parents=parents)
+        return self._draft
+
+    def extend(self, tokens: list[int], num_accepted: int) -> None:
+        # The draft's tokens are known by now.
+        nodes = zip(self._draft.parents, self._draft.draft_tokens.tolist()) if num_accepted else ()
+        number = {node: i for i, node in enumerate(nodes)}
+        path = [-1]
+        for token in tokens[:num_accepted]:
+            path.append(number[path[-1], token])
+        self._model.settle(tokens, num_accepted, path[1:])
+
+    def finish(self) -> None:
+        self._model.finish()
+
+
+def _likeliest(rows: mx.array, count: int) -> mx.array:
+    """Ids ``[n, count]`` of the largest values of rows ``[n, V]``, in descending order."""
+    ids = mx.argpartition(-rows, count - 1, axis=-1)[:, :count]
+    order = mx.argsort(-mx.take_along_axis(rows, ids, axis=-1), axis=-1)
+    return mx.take_along_axis(ids, order, axis=-1).astype(mx.int32)
+
+
+def _check_tokenizer(op: str, own: Any, targets: Any) -> None:
+    if not same_tokenizer(own, targets):
+        raise ValueError(
+            f"[{op}] tokenizer: expected the target's tokenizer, got another one; a draft model must "
+            "come from the same family as the target"
+        )
 
 
 def _check_integer(op: str, argument: str, value: Any, least: int, most: float = math.inf) -> None:
