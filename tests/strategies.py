@@ -6,6 +6,7 @@ vocabularies stay cheap.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import hypothesis.strategies as st
@@ -13,6 +14,7 @@ import mlx.core as mx
 import numpy as np
 import oracle
 from exactspec import Sampling
+from hypothesis import given, settings
 
 VOCAB_SIZES = (1, 2, 3, 5, 8, 31, 32, 33, 100, 257, 2047, 2048, 2049, 4096, 4100)
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
@@ -310,3 +312,19 @@ def sample_problems(draw) -> Problem:
     add_noise(draw, rng, B, 0, op, law, layout)
     op["logprobs"] = law["logprobs"] = draw(st.sampled_from([None, "raw", "filtered"]))
     return Problem(op, law)
+
+
+def replay(
+    problems: st.SearchStrategy[Problem], check: Callable[[Problem], tuple[int, int]]
+) -> float:
+    """``check`` many problems; the share of ties among the rows, both of which it counts."""
+    seen = []
+
+    @settings(max_examples=500, derandomize=True, deadline=None, database=None)
+    @given(problems)
+    def check_one(problem):
+        seen.append(check(problem))
+
+    check_one()
+    rows, ties = np.sum(seen, axis=0)
+    return ties / rows

@@ -89,6 +89,7 @@ def test_text_goes_to_standard_output_and_notes_to_standard_error(folders):
         r"the same text",
     ):
         assert re.search(pattern, notes), f"{pattern!r} not in\n{notes}"
+    assert not re.search(r"[ \t]$", notes, re.MULTILINE)
 
 
 def test_token_limit_and_plain_decoding_in_the_summary(folders):
@@ -194,13 +195,16 @@ def test_json(folders, kind):
         (["--draft-model", "/no/such/model"], r"cannot load /no/such/model: "),
         (["--draft-model", "{draft}", "--drafter", "lookup"], r"drafter: expected --drafter or"),
         (["--drafter", "none", "--num-draft-tokens", 2], r"--num-draft-tokens: expected a drafter"),
-        (["--num-draft-tokens", 0], r"\[PromptLookup\] num_draft_tokens: expected 1 to 254, got 0"),
+        (["--num-draft-tokens", 0], r"--num-draft-tokens: expected 1 to 254, got 0"),
         (["--model", "{target}", "--chat"], r"--chat: expected a model with a chat template"),
-        (["--model", "{target}", "--top-p", 2], r".* sampling.top_p: expected .*, got 2.0"),
-        (["--model", "{target}", "--max-tokens", 0], r".* max_tokens: expected at least 1, got 0"),
+        (["--top-p", 2], r"--top-p: expected a value in \[0, 1\], got 2.0"),
+        (["--min-p", -1], r"--min-p: expected a value in \[0, 1\], got -1.0"),
+        (["--top-k", 10**400], r"--top-k: expected a value .*, got an integer of 1329 bits"),
+        (["--temperature", 1e300], r"--temperature: expected a value .*, got 1e\+300"),
+        (["--model", "{target}", "--max-tokens", 0], r"--max-tokens: expected at least 1, got 0"),
         (["--model", "{target}", "--draft-model", "{other}"], r".* expected the target's tokeniz"),
         (["", "--model", "{target}"], r"prompt: expected some text, got none"),
-        (["w1", "--seed", -1, "--model", "{target}"], r".* seed: expected a value in .*, got -1"),
+        (["w1", "--seed", -1, "--model", "{target}"], r"--seed: expected a value in .*, got -1"),
         (["w1", "--drafter", "none", "--compare"], r"--compare: expected a drafter to compare"),
         (["w1", "--model", "/no/such/folder"], r"cannot load /no/such/folder: no such folder"),
     ],

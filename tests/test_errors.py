@@ -274,7 +274,8 @@ def test_keys_serve_254_slots(backend):
 # Parameters
 
 BAD_NUMBERS = [
-    *(("temperature", value) for value in (-1.0, -1e-9, float("nan"), float("inf"))),
+    *(("temperature", value) for value in (-1.0, -1e-9, float("nan"), float("inf"), 1e300)),
+    *(("top_k", value) for value in (2**31, -(2**31) - 1, np.int64(2**40))),
     *((name, v) for name in ("top_p", "min_p") for v in (-0.1, 1.1, float("nan"), float("inf"))),
 ]
 BAD_TYPES = [
@@ -295,6 +296,19 @@ def test_bad_number(backend, side, field, value):
     if side == "sampling":
         with pytest.raises(ValueError, match=rf"^\[sample\] sampling.{field}: expected .*, got "):
             backend.sample(**plain(sampling=bad))
+
+
+@pytest.mark.parametrize("field", ["temperature", "top_k", "top_p", "min_p"])
+@pytest.mark.parametrize("digits", [400, 5000])
+def test_number_that_no_float_holds(backend, field, digits):
+    bad = Sampling(**{field: 10**digits})
+    with pytest.raises(ValueError, match=rf"^\[sample\] sampling.{field}: expected .* bits$"):
+        backend.sample(**plain(sampling=bad))
+
+
+def test_largest_numbers(backend):
+    largest = Sampling(temperature=3.4028235e38, top_k=2**31 - 1)
+    assert backend.sample(**plain(sampling=largest)).status.tolist() == [0] * B
 
 
 @pytest.mark.parametrize("side", ["sampling", "draft_sampling"])

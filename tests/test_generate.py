@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -283,16 +288,90 @@ def test_interrupted_evaluation_leaves_the_text_in_the_cache(monkeypatch):
         target, TOKENIZER, [1, 2], drafter=drafter, max_tokens=12, prompt_cache=cache
     )
     tokens = [next(stream).token for _ in range(4)]  # a whole cycle
-    evaluate = mx.eval
-
-    def interrupted(*arrays):
-        monkeypatch.setattr(mx, "eval", evaluate)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(mx, "eval", interrupted)
+    interrupt_eval(monkeypatch, 0)
     with pytest.raises(KeyboardInterrupt):
         next(stream)
     assert cached_tokens(cache) == cached_tokens(draft_cache) == [1, 2, *tokens]
+
+
+def interrupt_eval(monkeypatch, after):
+    """From its call number ``after`` on, ``mx.eval`` is interrupted once."""
+    evaluate, calls = mx.eval, []
+
+    def interrupted(*arrays):
+        calls.append(arrays)
+        if len(calls) > after:
+            monkeypatch.setattr(mx, "eval", evaluate)
+            raise KeyboardInterrupt
+        evaluate(*arrays)
+
+    monkeypatch.setattr(mx, "eval", interrupted)
+
+
+# The draft model reads the prompt first, in three chunks, then the target in as many.
+@pytest.mark.parametrize("after", range(6))
+def test_interrupted_while_reading_the_prompt(after, monkeypatch):
+    monkeypatch.setattr(cached_model_module, "PREFILL_CHUNK", 3)
+    target = counting_model()
+    cache, draft_cache = make_prompt_cache(target), make_prompt_cache(target)
+    drafter = DraftModel(target, TOKENIZER, 3, prompt_cache=draft_cache)
+    run(target, [14], drafter=drafter, max_tokens=1, prompt_cache=cache)
+    stream = stream_generate(
+        target, TOKENIZER, list(range(1, 10)), drafter=drafter, prompt_cache=cache
+    )
+    interrupt_eval(monkeypatch, after)
+    with pytest.raises(KeyboardInterrupt):
+        next(stream)
+    prompt = [] if after < 3 else list(range(1, 10))
+    assert cached_tokens(cache) == cached_tokens(draft_cache) == [14, 15, *prompt]
+
+
+class FailingDrafter(Drafter):
+    """Fails in one of its methods."""
+
+    def __init__(self, method):
+        self.calls = []
+        for name in ("begin", "draft", "extend"):
+            setattr(self, name, self.failing if name == method else self.recording(name))
+
+    def recording(self, name):
+        def record(*_, **__):
+            self.calls.append(name)
+            return Draft(mx.array([2], mx.int32))
+
+        return record
+
+    def failing(self, *_, **__):
+        raise OSError("no such draft")
+
+    def finish(self):
+        self.calls.append("finish")
+
+
+@pytest.mark.parametrize(
+    ("method", "calls", "cached"),
+    [
+        ("begin", ["finish"], []),
+        ("draft", ["begin", "extend", "finish"], [1, 2]),
+        ("extend", ["begin", "draft", "finish"], [1, 2, 3]),
+    ],
+)
+def test_a_drafter_that_fails_is_finished(method, calls, cached):
+    target = counting_model()
+    cache, drafter = make_prompt_cache(target), FailingDrafter(method)
+    with pytest.raises(OSError, match="no such draft"):
+        run(target, [1, 2], drafter=drafter, prompt_cache=cache)
+    assert drafter.calls == calls
+    assert cached_tokens(cache) == cached
+
+
+def test_a_draft_model_that_cannot_begin():
+    target = counting_model()
+    drafter = DraftModel(target, toy_tokenizer(31), prompt_cache=make_prompt_cache(target))
+    cache = make_prompt_cache(target)
+    with pytest.raises(ValueError, match="tokenizer"):
+        run(target, [1, 2], drafter=drafter, prompt_cache=cache)
+    assert cached_tokens(cache) == cached_tokens(drafter.prompt_cache) == []
 
 
 @pytest.mark.parametrize("max_tokens", [5, 6, 7, 8])
@@ -380,6 +459,17 @@ def test_sources():
     assert run(target, [1], max_tokens=2).sources == ["bonus", "bonus"]
 
 
+def test_a_draft_ends_at_its_first_placeholder():
+    options = {"drafter": FixedDrafter([2, 3, -1, 7]), "max_tokens": 8}
+    result = run(counting_model(), [1], **options)
+    # Cycles: 2 3 4 (of two drafts); 5, 6, 7, 8 with a draft rejected; 9 without one.
+    assert result.tokens == list(range(2, 10))
+    assert result.sources == ["draft", "draft", "bonus"] + ["residual"] * 4 + ["bonus"]
+    assert result.statistics.slot_drafted == [5, 4] and result.statistics.slot_accepted == [1, 1]
+    nothing = run(counting_model(), [1], drafter=FixedDrafter([-1]), max_tokens=3)
+    assert nothing.sources == ["bonus"] * 3 and nothing.statistics.drafted == 0
+
+
 def test_text_and_finish_reason():
     target = counting_model()
     items = list(stream_generate(target, TOKENIZER, "w12", drafter=PromptLookup(), max_tokens=9))
@@ -430,6 +520,24 @@ def test_seeds():
     assert unseeded[0] != unseeded[1]
 
 
+def generate_in_another_thread() -> None:
+    target = tiny_llama()
+    drafters = (None, PromptLookup(3, min_ngram=1), DraftModel(target, TOKENIZER, 3))
+
+    def texts():
+        options = {"sampling": GREEDY, "max_tokens": 12, "seed": 0}
+        return [run(target, drafter=drafter, **options).tokens for drafter in drafters]
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(texts).result() == texts()
+
+
+def test_generating_in_another_thread():
+    # A process of its own, in which the main thread has evaluated no array of the loop before.
+    code = "import test_generate; test_generate.generate_in_another_thread()"
+    subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, check=True)
+
+
 # Errors
 
 
@@ -454,16 +562,27 @@ def test_nan_of_the_target(num_draft_tokens, slot):
 
 
 @pytest.mark.parametrize(("num_draft_tokens", "slot"), [(3, 0), (2, 1)])
-@pytest.mark.parametrize("temperature", [0, 1])
-def test_nan_of_the_draft_model(num_draft_tokens, slot, temperature):
+def test_nan_of_the_draft_model(num_draft_tokens, slot):
     table = mx.array(counting_model().table)
     table[:, 5, 3] = mx.nan
     drafter = DraftModel(TableModel(table), TOKENIZER, num_draft_tokens)
-    sampling = Sampling(temperature=temperature)
     with pytest.raises(NonFiniteLogitsError, match=rf"draft .* slot {slot}") as caught:
-        run(counting_model(), [1], drafter=drafter, sampling=sampling)
+        run(counting_model(), [1], drafter=drafter)
     assert caught.value.side == "draft"
     assert caught.value.partial.tokens == [2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("temperature", [0, mx.array(0.0), mx.array(0.0, mx.float16)])
+def test_nan_of_the_draft_model_where_the_target_decides_alone(temperature):
+    table = mx.array(counting_model().table)
+    table[:, 5, 3] = mx.nan
+    drafter = DraftModel(TableModel(table), TOKENIZER, 3)
+    options = {"sampling": Sampling(temperature=temperature), "max_tokens": 10}
+    result = run(counting_model(), [1], drafter=drafter, **options)
+    assert result.tokens == run(counting_model(), [1], **options).tokens
+    # The cycle that starts at 5 has no draft.
+    assert result.sources == ["draft"] * 3 + ["bonus"] * 2 + ["draft"] * 3 + ["bonus"] * 2
+    assert result.statistics.slot_drafted == result.statistics.slot_accepted == [2, 2, 2]
 
 
 def test_nan_that_no_token_depends_on():
@@ -484,6 +603,13 @@ def test_nan_that_no_token_depends_on():
         ({"prompt": mx.array([[1, 2]])}, ValueError, r"prompt: .* got .*int32 of shape \[1, 2\]"),
         ({"prompt": mx.array([1.0])}, ValueError, r"prompt: expected integers"),
         ({"prompt": 3}, TypeError, r"prompt: expected a string, .* got int"),
+        ({"prompt": b"w1"}, TypeError, r"prompt: expected a string, .* got bytes"),
+        ({"prompt": [1, True]}, TypeError, r"prompt: expected integers, got True"),
+        ({"prompt": [1, 2.0]}, TypeError, r"prompt: expected integers, got 2.0"),
+        ({"stop_tokens": "</s>"}, TypeError, r"stop_tokens: expected token ids, got str"),
+        ({"stop_tokens": ["</s>"]}, TypeError, r"stop_tokens: expected integers, got '</s>'"),
+        ({"stop_tokens": [True]}, TypeError, r"stop_tokens: expected integers, got True"),
+        ({"stop_tokens": 2}, TypeError, r"stop_tokens: expected token ids, got int"),
         ({"max_tokens": 0}, ValueError, r"max_tokens: expected at least 1, got 0"),
         ({"max_tokens": 2.5}, TypeError, r"max_tokens: expected an integer, got float"),
         ({"seed": "x"}, TypeError, r"seed: expected an integer, got str"),
@@ -501,6 +627,52 @@ def test_bad_arguments(options, error, message):
     options = {"prompt": [1, 2], **options}
     with pytest.raises(error, match=rf"\[stream_generate\] {message}"):
         run(counting_model(), **options)
+
+
+def test_ids_of_other_types():
+    for prompt in ([np.int64(1), np.int32(2)], np.array([1, 2]), (1, 2), mx.array([1, 2])):
+        for stop_tokens in ([np.int64(5)], np.array([5]), {5}):
+            result = run(counting_model(), prompt, stop_tokens=stop_tokens)
+            assert result.tokens == [3, 4, 5] and result.finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: PromptLookup(3, min_ngram=1),
+        lambda: DraftModel(tiny_llama(noise=0.02), TOKENIZER, 3),
+    ],
+    ids=["lookup", "model"],
+)
+def test_a_drafter_refuses_two_texts_at_once(make):
+    target, drafter = tiny_llama(), make()
+    options = {"drafter": drafter, "sampling": GREEDY, "max_tokens": 20, "stop_tokens": NO_STOP}
+    cache = make_prompt_cache(target)
+    first = stream_generate(target, TOKENIZER, PROMPT, prompt_cache=cache, **options)
+    tokens = [next(first).token]
+    second = stream_generate(target, TOKENIZER, [9, 8], **options)
+    others = [next(second).token]
+    with pytest.raises(RuntimeError, match=r"\[stream_generate\] drafter: expected .* got a [DP]"):
+        for item in first:
+            tokens.append(item.token)
+    # The first text ended after the cycle that it was in, the second goes on undisturbed.
+    assert cache[0].offset == len(PROMPT + tokens)
+    others += [item.token for item in second]
+    fresh = run(target, [9, 8], drafter=make(), sampling=GREEDY, max_tokens=20)
+    assert others == fresh.tokens
+
+
+def test_too_many_draft_tokens():
+    class Eager(FixedDrafter):
+        def draft(self, limit, key):
+            return super().draft(limit + 1, key)
+
+    for max_tokens, limit in ((5, 4), (1000, 254)):
+        message = (
+            rf"\[stream_generate\] drafter: expected at most {limit} .* Eager, got {limit + 1}"
+        )
+        with pytest.raises(ValueError, match=message):
+            run(counting_model(), [1], drafter=Eager([2] * 300), max_tokens=max_tokens)
 
 
 def test_bad_arguments_of_drafters():

@@ -7,8 +7,7 @@ import numpy as np
 import oracle
 import pytest
 from exactspec import Sampling
-from hypothesis import given, settings
-from strategies import sample_problems
+from strategies import replay, sample_problems
 from tolerances import LOGPROB, TIE_SHARE
 
 
@@ -56,17 +55,9 @@ def check_replay(backend, problem) -> tuple[int, int]:
 
 def test_replay(backend, figure):
     """The same uniforms give the oracle's ids, on all kinds of input."""
-    seen = []
-
-    @settings(max_examples=500, derandomize=True, deadline=None, database=None)
-    @given(sample_problems())
-    def replay(problem):
-        seen.append(check_replay(backend, problem))
-
-    replay()
-    rows, ties = np.sum(seen, axis=0)
-    figure("share of ties", ties / rows)
-    assert ties <= TIE_SHARE * rows
+    ties = replay(sample_problems(), lambda problem: check_replay(backend, problem))
+    figure("share of ties", ties)
+    assert ties <= TIE_SHARE
 
 
 def test_without_the_batch_axis(backend):

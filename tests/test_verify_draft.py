@@ -8,8 +8,7 @@ import oracle
 import pytest
 from exactspec import Sampling
 from exactspec.cases import CASES, mismatches, mlx_arguments, numpy_arguments
-from hypothesis import given, settings
-from strategies import verify_problems
+from strategies import replay, verify_problems
 from tolerances import LOGPROB, STATS, TIE_SHARE
 
 TOKEN_CASES = [c for c in CASES if c.get("rule", "token") == "token"]
@@ -89,17 +88,9 @@ def check_replay(backend, problem) -> tuple[int, int]:
 
 def test_replay(backend, figure):
     """The same uniforms give the oracle's ids, on all kinds of input."""
-    seen = []
-
-    @settings(max_examples=500, derandomize=True, deadline=None, database=None)
-    @given(verify_problems())
-    def replay(problem):
-        seen.append(check_replay(backend, problem))
-
-    replay()
-    sequences, ties = np.sum(seen, axis=0)
-    figure("share of ties", ties / sequences)
-    assert ties <= TIE_SHARE * sequences
+    ties = replay(verify_problems(), lambda problem: check_replay(backend, problem))
+    figure("share of ties", ties)
+    assert ties <= TIE_SHARE
 
 
 # Single facts

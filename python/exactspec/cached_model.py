@@ -52,9 +52,10 @@ class CachedModel:
         while len(self.pending) > 1:
             chunk = self.pending[: min(PREFILL_CHUNK, len(self.pending) - 1)]
             self._forward(mx.array(chunk, mx.int32))
+            # They are in the cache from here on, also if evaluating it is interrupted.
+            del self.pending[: len(chunk)]
             mx.eval([c.state for c in self.cache])
             mx.clear_cache()
-            del self.pending[: len(chunk)]
 
     def feed(self, drafts: mx.array) -> mx.array:
         """Feed the pending tokens, then ``drafts``, without evaluating anything.
@@ -136,9 +137,16 @@ class CachedModel:
         self._ancestors = []
         self.pending += tokens[kept:]
 
+    def forget(self, num_tokens: int) -> None:
+        """Take the last ``num_tokens`` tokens of the text back; there are no drafts."""
+        num_pending = min(num_tokens, len(self.pending))
+        del self.pending[len(self.pending) - num_pending :]
+        trim_prompt_cache(self.cache, num_tokens - num_pending)
+
     def finish(self) -> None:
         """Feed what is pending, so that a cache of the caller's holds the whole text."""
         if self._cache_is_callers and self.pending:
+            self.prefill()
             self.feed(mx.zeros((0,), mx.int32))
             mx.eval([c.state for c in self.cache])
 

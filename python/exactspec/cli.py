@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 import sys
 from collections.abc import Iterable
@@ -144,7 +145,7 @@ def generate(
         if compare:
             plain = Generation.join(list(stream_generate(target, tokenizer, **options)))
     except (ValueError, TypeError, ArithmeticError, OSError) as error:
-        _fail(str(error))
+        _fail(_name_options(str(error)))
     if as_json:
         print(json.dumps({**setup, **_report(result), "plain": plain and _report(plain)}))
     else:
@@ -169,6 +170,16 @@ def doctor() -> None:
         failed += not check.ok
     if failed:
         raise typer.Exit(1)
+
+
+def _name_options(message: str) -> str:
+    """Have an error about a parameter name the option that was typed instead."""
+    parameters = "temperature|top_k|top_p|min_p|max_tokens|seed|num_draft_tokens"
+    return re.sub(
+        rf"^\[\w+\] (?:sampling\.)?({parameters}):",
+        lambda match: f"--{match[1].replace('_', '-')}:",
+        message,
+    )
 
 
 def _fail(message: str) -> NoReturn:
@@ -305,7 +316,10 @@ def _summarise(result: Generation, plain: Generation | None, greedy: bool) -> No
             table.add_row("", _difference(result.tokens, plain.tokens))
     notes = Console(stderr=True, highlight=False)
     notes.print()
-    notes.print(table)
+    with notes.capture() as rendered:
+        notes.print(table)
+    for line in rendered.get().splitlines():  # the table fills its lines with spaces
+        print(line.rstrip(), file=notes.file)
 
 
 def _speed(tokens: int, tokens_per_second: float) -> str:

@@ -26,7 +26,7 @@ class Draft(NamedTuple):
     they are that of ``exactspec.verify_tree``: K nodes, and K + 1 rows.
 
     Attributes:
-        draft_tokens: int32 ``[K]``.
+        draft_tokens: int32 ``[K]``. The draft ends at the first -1.
         draft_logits: ``[K, Vd]``, for tokens drawn from dense logits.
         draft_ids: int32 ``[K, S]``, the support of a sparse draft.
         draft_probs: float32 ``[K, S]``, the final probabilities of ``draft_ids``.
@@ -49,20 +49,27 @@ class Draft(NamedTuple):
     status: mx.array | None = None
 
 
-NO_DRAFT = Draft(mx.zeros((0,), mx.int32))
+def no_draft() -> Draft:
+    """A draft of no tokens."""
+    # Not a constant: an array that is not evaluated yet belongs to the thread that made it.
+    return Draft(mx.zeros((0,), mx.int32))
 
 
 class Drafter:
     """What the decode loop asks of a drafter. This base class proposes nothing.
 
     For each text the loop calls ``begin`` once, then in every cycle ``draft`` and ``extend``, and
-    at the end ``finish``, also when the consumer stopped early. A drafter serves one text at a
-    time; ``begin`` starts over.
+    at the end ``finish``, also when the consumer stopped early or ``begin`` failed. A drafter
+    serves one text at a time: ``begin`` starts over, and the generation of an earlier text, should
+    it go on, raises ``RuntimeError``.
 
     Any proposal leaves the distribution of the text exact, as long as each token was drawn from
     the distribution handed over with it, with randomness of its own, and the number of tokens
     does not depend on the value of a token that was left out.
     """
+
+    # The statistics of the text that the drafter serves; set and compared by the loop.
+    _serves: Any = None
 
     def begin(
         self, prompt: list[int], *, tokenizer: Any, sampling: Sampling, max_tokens: int
@@ -80,17 +87,17 @@ class Drafter:
         """Propose tokens to follow the text, without evaluating an array.
 
         Args:
-            limit: propose at most this many, one after the other, at least 1.
+            limit: propose at most this many, one after the other, 1 to 254; more is an error.
             key: uint32 ``[2]``, the only source of randomness to be used.
         """
-        return NO_DRAFT
+        return no_draft()
 
     def extend(self, tokens: list[int], num_accepted: int) -> None:
         """Append ``tokens`` to the text; the first ``num_accepted`` of them are the first tokens
         of the last draft (of a tree: a path from the text), and the rest of it was rejected."""
 
     def finish(self) -> None:
-        """End the text."""
+        """End the text, as far as ``begin`` got."""
 
 
 class PromptLookup(Drafter):
@@ -225,16 +232,24 @@ class DraftModel(Drafter):
         self.num_draft_tokens = num_draft_tokens
         self.sampling = sampling
         self.prompt_cache = prompt_cache
+        self._model: CachedModel | None = None
 
     def begin(
         self, prompt: list[int], *, tokenizer: Any, sampling: Sampling, max_tokens: int
     ) -> None:
+        self._model = None
         _check_tokenizer("DraftModel", self.tokenizer, tokenizer)
         self._sampling = sampling if self.sampling is None else self.sampling
-        self._model = CachedModel(self.model, self.prompt_cache)
-        self._model.check_trimmable("DraftModel", len(prompt) + max_tokens)
-        self._model.settle(prompt, 0)
-        self._model.prefill()
+        model = CachedModel(self.model, self.prompt_cache)
+        model.check_trimmable("DraftModel", len(prompt) + max_tokens)
+        model.settle(prompt, 0)
+        try:
+            model.prefill()
+        except BaseException:
+            # The target has not seen the prompt: both caches stay what they were.
+            model.forget(len(prompt))
+            raise
+        self._model = model
 
     def draft(self, limit: int, key: mx.array) -> Draft:
         count = min(limit, self.num_draft_tokens)
@@ -256,7 +271,8 @@ class DraftModel(Drafter):
         self._model.settle(tokens, num_accepted)
 
     def finish(self) -> None:
-        self._model.finish()
+        if self._model is not None:
+            self._model.finish()
 
 
 class DraftTree(Drafter):
@@ -323,9 +339,6 @@ class DraftTree(Drafter):
         for token in tokens[:num_accepted]:
             path.append(number[path[-1], token])
         self._model.settle(tokens, num_accepted, path[1:])
-
-    def finish(self) -> None:
-        self._model.finish()
 
 
 def _likeliest(rows: mx.array, count: int) -> mx.array:

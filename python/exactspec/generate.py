@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .cached_model import CachedModel
-from .drafters import NO_DRAFT, Draft, Drafter
-from .ops import Status, verify_draft
+from .drafters import MAX_DRAFT_TOKENS, Draft, Drafter, no_draft
+from .ops import PLACEHOLDER_TOKEN, Status, verify_draft
 from .sampling import Sampling, check_sampling
 
 
@@ -202,7 +203,7 @@ def stream_generate(
     Args:
         model: an mlx-lm language model.
         tokenizer: its tokenizer, as from ``mlx_lm.load``, or a Hugging Face tokenizer.
-        prompt: text, or token ids (``[n]`` if an array), at least one token.
+        prompt: text, or token ids (integers, or an array ``[n]`` of them), at least one token.
         drafter: proposes tokens, such as ``PromptLookup`` or ``DraftModel``. Default: none,
             which is plain decoding.
         sampling: temperature and filters; numbers, or arrays of shape ``[]``.
@@ -214,7 +215,8 @@ def stream_generate(
             have the log-probability of each token.
         prompt_cache: a cache as from ``mlx_lm.models.cache.make_prompt_cache``, holding the text
             that precedes the prompt, to be continued in place. However the generation ends, the
-            cache then holds the prompt and every token that was yielded, and no other.
+            cache then holds the prompt and every token that was yielded, and no other; if the
+            drafter could not begin the text, it holds what it held before.
         profile: measure the time of each phase. This waits for the device three times a cycle
             and so makes it a little slower.
 
@@ -224,6 +226,7 @@ def stream_generate(
     Raises:
         TypeError, ValueError: with the first token, for arguments out of range, and for a cache
             that cannot be rolled back (rotating, recurrent) with a drafter.
+        RuntimeError: for a drafter that has begun another text meanwhile.
         NonFiniteLogitsError: for NaN or infinite logits, after the tokens before them.
     """
     _check_options(drafter, sampling, max_tokens, seed)
@@ -235,7 +238,11 @@ def stream_generate(
         drafter = Drafter()
     else:
         target.check_trimmable("stream_generate", len(prompt) + max_tokens)
-    stop_tokens = frozenset(tokenizer.eos_token_ids if stop_tokens is None else stop_tokens)
+    if stop_tokens is None:
+        stop_tokens = tokenizer.eos_token_ids
+    else:
+        stop_tokens = _token_ids("stop_tokens", "token ids", stop_tokens)
+    stop_tokens = frozenset(stop_tokens)
     detokenizer = tokenizer.detokenizer
     statistics = Statistics(prompt_tokens=len(prompt))
     clock = _PhaseClock(statistics, profile)
@@ -244,25 +251,30 @@ def stream_generate(
     else:
         key = mx.random.key(seed)
 
-    start = time.perf_counter()
-    drafter.begin(prompt, tokenizer=tokenizer, sampling=sampling, max_tokens=max_tokens)
-    target.settle(prompt, 0)
-    target.prefill()
-    statistics.prompt_time = time.perf_counter() - start
-
     finish_reason = None
+    drafter._serves = statistics
     try:
+        start = time.perf_counter()
+        drafter.begin(prompt, tokenizer=tokenizer, sampling=sampling, max_tokens=max_tokens)
+        target.settle(prompt, 0)
+        target.prefill()
+        statistics.prompt_time = time.perf_counter() - start
         while finish_reason is None:
             yielded: list[int] = []
             num_accepted = 0
             room = max_tokens - statistics.generated_tokens
             try:
+                if drafter._serves is not statistics:
+                    raise RuntimeError(
+                        "[stream_generate] drafter: expected one that still serves this text, got "
+                        f"a {type(drafter).__name__} that began another; use one for each text"
+                    )
                 start = clock.start()
                 # Were noise shared between drafting, verification and the next cycle, residual
                 # draws would be biased.
                 key, draft_key, verify_key = mx.random.split(key, 3)
                 # A cycle yields one token more than it accepts.
-                draft = drafter.draft(room - 1, draft_key) if room > 1 else NO_DRAFT
+                draft = _draft(drafter, min(room - 1, MAX_DRAFT_TOKENS), draft_key)
                 clock.lap("draft_time", draft.draft_tokens)
                 logits = target.feed(draft.draft_tokens)
                 clock.lap("target_time", logits)
@@ -270,9 +282,7 @@ def stream_generate(
                 clock.lap("verify_time")
                 num_accepted = cycle.num_accepted
                 items = _stream(cycle, room, stop_tokens, detokenizer, statistics)
-                statistics._count_cycle(
-                    draft.draft_tokens.size, num_accepted, time.perf_counter() - start
-                )
+                statistics._count_cycle(cycle.num_drafts, num_accepted, time.perf_counter() - start)
                 for item in items:
                     finish_reason = item.finish_reason
                     yielded.append(item.token)
@@ -285,10 +295,14 @@ def stream_generate(
                 # consumer went away.
                 num_accepted = min(num_accepted, len(yielded))
                 target.settle(yielded, num_accepted)
-                drafter.extend(yielded, num_accepted)
+                if drafter._serves is statistics:
+                    drafter.extend(yielded, num_accepted)
     finally:
-        target.finish()
-        drafter.finish()
+        try:
+            target.finish()
+        finally:
+            if drafter._serves is statistics:
+                drafter.finish()
 
 
 def generate(
@@ -317,14 +331,26 @@ class _Cycle(NamedTuple):
     tokens: list[int]  # the accepted drafts and, unless there is an error, one token more
     sources: list[str]
     logprobs: list[float | None]
+    num_drafts: int
     num_accepted: int
     error: NonFiniteLogitsError | None
+
+
+def _draft(drafter: Drafter, limit: int, key: mx.array) -> Draft:
+    if limit == 0:
+        return no_draft()
+    draft = drafter.draft(limit, key)
+    if draft.draft_tokens.size > limit:
+        raise ValueError(
+            f"[stream_generate] drafter: expected at most {limit} draft tokens of "
+            f"{type(drafter).__name__}, got {draft.draft_tokens.size}"
+        )
+    return draft
 
 
 def _verify(
     logits: mx.array, draft: Draft, sampling: Sampling, key: mx.array, logprobs: str | None
 ) -> _Cycle:
-    num_drafts = draft.draft_tokens.size
     result = verify_draft(
         logits,
         draft.draft_tokens,
@@ -338,13 +364,16 @@ def _verify(
         keys=key,
         logprobs=logprobs,
     )
-    outputs = [result.tokens, result.num_accepted, result.status, result.logprobs, draft.status]
+    temperature = sampling.temperature
+    outputs = [*result[:4], draft.draft_tokens, draft.status, temperature]
     mx.eval(outputs)  # the only wait for the device in a cycle
-    tokens, num_accepted, status, values, draft_status = (
-        None if output is None else output.tolist() for output in outputs
+    tokens, num_accepted, status, values, drafts, draft_status, temperature = (
+        output.tolist() if isinstance(output, mx.array) else output for output in outputs
     )
+    # A draft ends at its first placeholder.
+    num_drafts = (*drafts, PLACEHOLDER_TOKEN).index(PLACEHOLDER_TOKEN)
     # The status of the draft row that ended the draft. A row after that was not reached.
-    if draft_status and num_accepted < num_drafts:
+    if draft_status and num_accepted < len(drafts):
         drawn = draft_status[num_accepted]
     else:
         drawn = 0
@@ -353,9 +382,11 @@ def _verify(
             "[stream_generate] sampling: expected finite parameters in range, got an array with "
             "NaN, an infinite or a negative value"
         )
+    # Below the smallest normal float32 a temperature counts as 0, and then no draft row is read.
+    is_greedy = temperature < 2**-126
     if status & Status.NON_FINITE_TARGET:
         error = NonFiniteLogitsError(0, num_accepted, "target")
-    elif status & Status.BAD_DRAFT or drawn & Status.NON_FINITE_TARGET:
+    elif status & Status.BAD_DRAFT or drawn & Status.NON_FINITE_TARGET and not is_greedy:
         error = NonFiniteLogitsError(0, num_accepted, "draft")
     else:
         error = None
@@ -365,6 +396,7 @@ def _verify(
         tokens[:num_tokens],
         (["draft"] * num_accepted + [last_source])[:num_tokens],
         values[:num_tokens] if values else [None] * num_tokens,
+        num_drafts,
         num_accepted,
         error,
     )
@@ -431,10 +463,8 @@ def _prompt_tokens(
                 f"{prompt.dtype} of shape {list(prompt.shape)}"
             )
         prompt = prompt.tolist()
-    elif isinstance(prompt, list) and all(isinstance(token, int) for token in prompt):
-        prompt = list(prompt)
     else:
-        raise _type_error("prompt", "a string, a list of ids or an array", prompt)
+        prompt = _token_ids("prompt", "a string, token ids or an array", prompt)
     if not prompt:
         raise ValueError("[stream_generate] prompt: expected at least one token, got none")
     for token in prompt:
@@ -443,6 +473,17 @@ def _prompt_tokens(
                 f"[stream_generate] prompt: expected ids in [0, {vocab_size}), got {token}"
             )
     return prompt
+
+
+def _token_ids(argument: str, expected: str, values: Iterable[int]) -> list[int]:
+    """The ids as Python integers; ``TypeError`` for anything else."""
+    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
+        raise _type_error(argument, expected, values)
+    ids = list(values)
+    for token in ids:
+        if isinstance(token, bool) or not isinstance(token, Integral):
+            raise TypeError(f"[stream_generate] {argument}: expected integers, got {token!r}")
+    return [int(token) for token in ids]
 
 
 def _check_options(drafter: Any, sampling: Any, max_tokens: Any, seed: Any) -> None:

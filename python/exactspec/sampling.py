@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from numbers import Integral, Real
 from typing import NamedTuple, Union
 
 import mlx.core as mx
+
+# From here on a number rounds to infinity in float32.
+FLOAT32_LIMIT = 2.0**128 - 2.0**103
+INT32_LIMIT = 2**31
 
 ORDERS = ("temperature_first", "temperature_last", "sequential")
 
@@ -56,7 +59,6 @@ def check_sampling(op: str, argument: str, sampling: Sampling) -> None:
         raise ValueError(
             f"[{op}] {argument}.order: expected one of {', '.join(ORDERS)}, got {sampling.order!r}"
         )
-    limits = {"temperature": math.inf, "top_p": 1.0, "min_p": 1.0}
     for field, value in zip(sampling._fields, sampling[:4]):
         if isinstance(value, mx.array):
             continue
@@ -66,6 +68,13 @@ def check_sampling(op: str, argument: str, sampling: Sampling) -> None:
         if field == "top_k":
             if not isinstance(value, Integral):
                 raise TypeError(f"[{op}] {name}: expected an integer or an array, got {value!r}")
-        elif not (0 <= value <= limits[field] and math.isfinite(value)):
-            expected = "finite and >= 0" if field == "temperature" else "in [0, 1]"
-            raise ValueError(f"[{op}] {name}: expected a value {expected}, got {value!r}")
+            legal, expected = -INT32_LIMIT <= value < INT32_LIMIT, "in [-2**31, 2**31)"
+        elif field == "temperature":
+            legal, expected = 0 <= value < FLOAT32_LIMIT, "finite in float32 and >= 0"
+        else:
+            legal, expected = 0 <= value <= 1, "in [0, 1]"
+        if not legal:
+            # Python does not print integers of thousands of digits.
+            bits = int(value).bit_length() if isinstance(value, Integral) else 0
+            got = repr(value) if bits <= 64 else f"an integer of {bits} bits"
+            raise ValueError(f"[{op}] {name}: expected a value {expected}, got {got}")
