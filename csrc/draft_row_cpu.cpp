@@ -94,6 +94,46 @@ void DraftRow::load(int first, int n, float* out) const {
   }
 }
 
+double DraftRow::mass_without(const std::vector<int>& ids) const {
+  auto has = [&](int id) { return std::find(ids.begin(), ids.end(), id) != ids.end(); };
+  double sum = 0;
+  if (views_.kind != DraftKind::Dense) {
+    for (const Entry& entry : sparse_) {
+      sum += has(entry.id) ? 0 : probs_[entry.column];
+    }
+    return sum;
+  }
+  std::vector<int> columns = ids;
+  if (views_.has_vocab) {
+    columns.clear();
+    for (int id : ids) {
+      auto from = std::lower_bound(entries().begin(), entries().end(), Entry{id, 0});
+      for (; from != entries().end() && from->id == id; ++from) {
+        columns.push_back(from->column);
+      }
+    }
+  }
+  for (int block = 0; block < row_->num_blocks(); ++block) {
+    int first = block * DRAW_BLOCK;
+    int n = row_->block_size(block);
+    auto inside = [&](int column) { return column >= first && column < first + n; };
+    if (!block_mass_.empty() && std::none_of(columns.begin(), columns.end(), inside)) {
+      sum += block_mass_[block];
+      continue;
+    }
+    float x[DRAW_BLOCK], w[DRAW_BLOCK];
+    row_->load(first, n, x);
+    dist_.weights(x, first, n, w);
+    for (int column : columns) {
+      if (inside(column)) {
+        w[column - first] = 0;
+      }
+    }
+    sum += block_sum(w, n);
+  }
+  return sum * dist_.scale();
+}
+
 float DraftRow::entropy() const {
   if (views_.kind == DraftKind::OneHot) {
     return 0;
@@ -124,6 +164,7 @@ void DraftRow::read_dense(const RowSampling& sampling, int b, int row) {
     RowSummary summary = summarise(*row_, sampling);
     finite_ = summary.finite;
     dist_ = summary.dist;
+    block_mass_ = std::move(summary.block_mass);
     return;
   }
   float stat[NUM_ROW_STATS];

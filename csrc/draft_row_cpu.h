@@ -43,6 +43,9 @@ class DraftRow {
   // Probabilities of ids [first, first + n) into out.
   void load(int first, int n, float* out) const;
 
+  // Of everything the draft can produce but the given ids: exactly 0 where nothing else is likely.
+  double mass_without(const std::vector<int>& ids) const;
+
   // In nats, over everything the draft can produce, repeated ids merged.
   float entropy() const;
 
@@ -59,6 +62,7 @@ class DraftRow {
   bool finite_ = true;
   std::optional<Row> row_; // dense
   Distribution dist_{};
+  std::vector<double> block_mass_; // of dist_'s weights; empty with stats
   std::vector<Entry> sparse_; // sparse: ids in order, with their place in probs_
   std::vector<float> probs_;
 };

@@ -22,6 +22,7 @@ from .ops import (  # noqa: E402
     verify_draft,
 )
 from .sampling import Sampling  # noqa: E402
+from .tree import TreeResult, verify_tree  # noqa: E402
 
 __version__ = _version("exactspec")
 
@@ -31,6 +32,7 @@ __all__ = [
     "Sampling",
     "SparseDistribution",
     "Status",
+    "TreeResult",
     "VerifyResult",
     "VerifyStats",
     "acceptance_probability",
@@ -38,4 +40,5 @@ __all__ = [
     "sample",
     "speculative_output_marginal",
     "verify_draft",
+    "verify_tree",
 ]

@@ -35,7 +35,7 @@ class Status(IntFlag):
     ZERO_DRAFT_PROB = 8
     """A draft token has draft probability 0: accepted iff its target probability is positive."""
     BAD_PARENT = 16
-    """Reserved for trees."""
+    """A node's parent does not come before it: the tree ends there; see :func:`verify_tree`."""
     BAD_PARAMETER = 32
     """NaN, infinite or negative temperature, or a NaN filter, in a parameter array: no token."""
 
@@ -136,20 +136,23 @@ def check_rule(op: str, rule, choices, positions) -> None:
         raise ValueError(f"[{op}] positions: expected None with rule={rule!r}, got an array")
 
 
-def check_draft_sampling(draft_logits, draft_sampling, sampling: Sampling) -> Sampling:
+def check_draft_sampling(
+    op: str, draft_logits, draft_sampling, sampling: Sampling
+) -> Sampling:
     """The draft's parameters: the target's unless given, and only for a dense draft."""
     if draft_sampling is None:
         return sampling
-    check_sampling("verify_draft", "draft_sampling", draft_sampling)
+    check_sampling(op, "draft_sampling", draft_sampling)
     if draft_logits is None:
         raise ValueError(
-            "[verify_draft] draft_sampling: expected None without draft_logits (the probabilities "
+            f"[{op}] draft_sampling: expected None without draft_logits (the probabilities "
             f"of a sparse or one-hot draft are final), got {draft_sampling!r}"
         )
     return draft_sampling
 
 
-def _pack(sampling: Sampling) -> tuple:
+def pack(sampling: Sampling) -> tuple:
+    """The parameters as the extension takes them."""
     numbers = (v if isinstance(v, mx.array) else float(v) for v in sampling[:4])
     return (*numbers, ORDERS.index(sampling.order))
 
@@ -255,7 +258,7 @@ def verify_draft(
         token_bitmask=token_bitmask,
     )
     check_sampling(op, "sampling", sampling)
-    draft_sampling = check_draft_sampling(draft_logits, draft_sampling, sampling)
+    draft_sampling = check_draft_sampling(op, draft_logits, draft_sampling, sampling)
     check_rule(op, rule, ("token",), positions)
     check_choice(op, "logprobs", logprobs, LOGPROBS)
     check_stream(op, stream)
@@ -271,8 +274,8 @@ def verify_draft(
         draft_probs,
         draft_vocab,
         draft_stats,
-        _pack(sampling),
-        _pack(draft_sampling),
+        pack(sampling),
+        pack(draft_sampling),
         uniforms,
         keys,
         token_bitmask,
@@ -338,6 +341,6 @@ def sample(
     check_stream(op, stream)
     keys = resolve_noise(op, logits.shape[:-1], uniforms, keys)
     tokens, status, row_stats, *rest = _ext.sample(
-        logits, _pack(sampling), uniforms, keys, token_bitmask, LOGPROBS.index(logprobs), stream
+        logits, pack(sampling), uniforms, keys, token_bitmask, LOGPROBS.index(logprobs), stream
     )
     return SampleResult(tokens, status, rest[0] if rest else None, row_stats)
