@@ -7,6 +7,7 @@
 
 #include "sample.h"
 #include "verify_draft.h"
+#include "verify_tree.h"
 #ifdef EXACTSPEC_METAL
 #include "verify_draft_metal.h"
 #endif
@@ -102,6 +103,56 @@ NB_MODULE(_ext, m) {
       "token_bitmask"_a.none(),
       "logprobs"_a,
       "stats"_a,
+      "stream"_a.none(),
+      nb::call_guard<nb::gil_scoped_release>());
+
+  m.def(
+      "verify_tree",
+      [](const mx::array& target_logits,
+         const mx::array& draft_tokens,
+         const mx::array& parents,
+         const OptionalArray& draft_logits,
+         const OptionalArray& draft_ids,
+         const OptionalArray& draft_probs,
+         const OptionalArray& draft_vocab,
+         const OptionalArray& draft_stats,
+         const SamplingTuple& sampling,
+         const SamplingTuple& draft_sampling,
+         bool replacement,
+         const OptionalArray& uniforms,
+         const OptionalArray& keys,
+         const OptionalArray& token_bitmask,
+         int logprobs,
+         mx::StreamOrDevice stream) {
+        return verify_tree(
+            target_logits,
+            draft_tokens,
+            parents,
+            {draft_logits, draft_ids, draft_probs, draft_vocab, draft_stats},
+            to_sampling(sampling),
+            to_sampling(draft_sampling),
+            replacement,
+            uniforms,
+            keys,
+            token_bitmask,
+            static_cast<Logprobs>(logprobs),
+            stream);
+      },
+      "target_logits"_a,
+      "draft_tokens"_a,
+      "parents"_a,
+      "draft_logits"_a.none(),
+      "draft_ids"_a.none(),
+      "draft_probs"_a.none(),
+      "draft_vocab"_a.none(),
+      "draft_stats"_a.none(),
+      "sampling"_a,
+      "draft_sampling"_a,
+      "replacement"_a,
+      "uniforms"_a.none(),
+      "keys"_a.none(),
+      "token_bitmask"_a.none(),
+      "logprobs"_a,
       "stream"_a.none(),
       nb::call_guard<nb::gil_scoped_release>());
 

@@ -25,6 +25,12 @@ inline std::string describe(const mx::Shape& shape) {
   return out.str();
 }
 
+// A batch's shape with the axes of one sequence behind it.
+inline mx::Shape with(mx::Shape batch_shape, std::initializer_list<int> core) {
+  batch_shape.insert(batch_shape.end(), core.begin(), core.end());
+  return batch_shape;
+}
+
 [[noreturn]] inline void bad_argument(
     const char* op, const std::string& name, const std::string& expected, const std::string& got) {
   std::ostringstream out;

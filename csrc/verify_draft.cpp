@@ -11,61 +11,6 @@ namespace {
 
 constexpr const char* kOp = "verify_draft";
 
-mx::Shape with(mx::Shape shape, std::initializer_list<int> core) {
-  shape.insert(shape.end(), core.begin(), core.end());
-  return shape;
-}
-
-void check_draft(const Draft& draft, const mx::Shape& batch_shape, int num_draft_tokens) {
-  if (draft.ids.has_value() != draft.probs.has_value()) {
-    bad_argument(
-        kOp,
-        draft.ids ? "draft_probs" : "draft_ids",
-        "draft_ids and draft_probs together",
-        "only one of them");
-  }
-  if (draft.logits && draft.ids) {
-    bad_argument(
-        kOp, "draft_logits", "either draft_logits or draft_ids and draft_probs", "all of them");
-  }
-  if (!draft.logits && draft.vocab) {
-    bad_argument(kOp, "draft_vocab", "None without draft_logits", describe(draft.vocab->shape()));
-  }
-  if (!draft.logits && draft.stats) {
-    bad_argument(kOp, "draft_stats", "None without draft_logits", describe(draft.stats->shape()));
-  }
-  auto rows_shape = [&](int width) { return with(batch_shape, {num_draft_tokens, width}); };
-  if (draft.logits) {
-    check_logits_dtype(kOp, "draft_logits", *draft.logits);
-    int width = draft.logits->ndim() > 0 ? draft.logits->shape(-1) : 0;
-    if (width < 1 || draft.logits->shape() != rows_shape(width)) {
-      auto expected = describe(with(batch_shape, {num_draft_tokens}));
-      expected.back() = ',';
-      bad_argument(
-          kOp, "draft_logits", "shape " + expected + " Vd]", describe(draft.logits->shape()));
-    }
-    if (draft.vocab) {
-      check_ids_dtype(kOp, "draft_vocab", *draft.vocab);
-      check_shape(kOp, "draft_vocab", *draft.vocab, {width});
-    }
-    if (draft.stats) {
-      check_dtype(kOp, "draft_stats", *draft.stats, {mx::float32});
-      check_shape(kOp, "draft_stats", *draft.stats, rows_shape(NUM_ROW_STATS));
-    }
-  }
-  if (draft.ids) {
-    check_ids_dtype(kOp, "draft_ids", *draft.ids);
-    int support = draft.ids->ndim() > 0 ? draft.ids->shape(-1) : 0;
-    if (draft.ids->ndim() == 0 || draft.ids->shape() != rows_shape(support)) {
-      auto expected = describe(with(batch_shape, {num_draft_tokens}));
-      expected.back() = ',';
-      bad_argument(kOp, "draft_ids", "shape " + expected + " S]", describe(draft.ids->shape()));
-    }
-    check_dtype(kOp, "draft_probs", *draft.probs, {mx::float32});
-    check_shape(kOp, "draft_probs", *draft.probs, draft.ids->shape());
-  }
-}
-
 } // namespace
 
 std::vector<mx::array> verify_draft(
@@ -101,7 +46,7 @@ std::vector<mx::array> verify_draft(
     check_dtype(kOp, "draft_lengths", *draft_lengths, {mx::int32});
     check_shape(kOp, "draft_lengths", *draft_lengths, batch_shape);
   }
-  check_draft(draft, batch_shape, num_draft_tokens);
+  check_draft(kOp, draft, batch_shape, num_draft_tokens);
   check_positions(kOp, positions, rule.kind, batch_shape);
   if (token_bitmask) {
     check_ids_dtype(kOp, "token_bitmask", *token_bitmask);

@@ -5,22 +5,13 @@
 #include <optional>
 #include <vector>
 
+#include "draft_inputs.h"
 #include "law.h"
 #include "mlx/utils.h"
 #include "sampling_inputs.h"
 #include "sequence_primitive.h"
 
 namespace exactspec {
-
-// The draft's distribution. Dense: logits (and optionally vocab, stats). Sparse: ids and probs.
-// One-hot: nothing.
-struct Draft {
-  std::optional<mx::array> logits; // [batch..., K, Vd] f32 / f16 / bf16
-  std::optional<mx::array> ids; // [batch..., K, S] i32
-  std::optional<mx::array> probs; // [batch..., K, S] f32
-  std::optional<mx::array> vocab; // [Vd] i32
-  std::optional<mx::array> stats; // [batch..., K, NUM_ROW_STATS] f32
-};
 
 // How drafts are accepted.
 struct AcceptanceRule {

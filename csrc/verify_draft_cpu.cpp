@@ -4,6 +4,7 @@
 #include <optional>
 
 #include "block_ops.h"
+#include "draft_row_cpu.h"
 #include "mlx/allocator.h"
 #include "mlx/backend/cpu/encoder.h"
 #include "noise.h"
@@ -16,23 +17,13 @@ namespace exactspec {
 namespace {
 
 constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
-// A sparse draft's probabilities are taken as they are; more mass than this is a defect upstream.
-constexpr double kMaxSparseMass = 1.001;
-
-struct Entry {
-  int id;
-  int column;
-  bool operator<(const Entry& other) const {
-    return id != other.id ? id < other.id : column < other.column;
-  }
-};
 
 struct Job {
   VerifyDraft::Options options;
   int num_slots;
   int vocab_size;
-  View target_logits, draft_tokens, draft_lengths, draft_rows, draft_probs, draft_vocab,
-      draft_stats;
+  View target_logits, draft_tokens, draft_lengths;
+  DraftViews draft;
   NoiseView noise;
   View positions, bitmask;
   SamplingViews sampling, draft_sampling;
@@ -41,163 +32,6 @@ struct Job {
   uint32_t* status;
   float* logprobs;
   float* stats[4]; // accept_prob, overlap, target_entropy, draft_entropy
-  // Columns of a dense draft by the id they stand for; filled once per call.
-  std::vector<Entry> columns;
-};
-
-// One slot's draft distribution. Its probabilities are those of ids of the target's vocabulary.
-class DraftRow {
- public:
-  DraftRow(const Job& job, const RowSampling& sampling, int b, int slot)
-      : kind_(job.options.draft), token_(*job.draft_tokens.at<int32_t>(b, slot)), job_(job) {
-    if (kind_ == DraftKind::Dense) {
-      row_ = make_row(job.draft_rows, b, slot);
-      read_dense(sampling, b, slot);
-    } else if (kind_ == DraftKind::Sparse) {
-      read_sparse(b, slot);
-    }
-  }
-
-  bool finite() const { return finite_; }
-
-  float prob(int token) const {
-    if (kind_ == DraftKind::OneHot) {
-      return token == token_ ? 1.0f : 0.0f;
-    }
-    if (kind_ == DraftKind::Dense && !job_.options.has_vocab) {
-      return dist_.prob(row_->logit(token), token);
-    }
-    float sum = 0;
-    if (kind_ == DraftKind::Dense) {
-      auto from = std::lower_bound(job_.columns.begin(), job_.columns.end(), Entry{token, 0});
-      for (; from != job_.columns.end() && from->id == token; ++from) {
-        sum += dist_.prob(row_->logit(from->column), from->column);
-      }
-    } else {
-      auto from = std::lower_bound(sparse_.begin(), sparse_.end(), Entry{token, 0});
-      for (; from != sparse_.end() && from->id == token; ++from) {
-        sum += probs_[from->column];
-      }
-    }
-    return sum;
-  }
-
-  // Probabilities of ids [first, first + n) into out.
-  void load(int first, int n, float* out) const {
-    if (kind_ == DraftKind::Dense && !job_.options.has_vocab) {
-      int inside = std::clamp(row_->size - first, 0, n);
-      float x[DRAW_BLOCK];
-      row_->load(first, inside, x);
-      dist_.weights(x, first, inside, out);
-      block_scale(out, dist_.scale(), inside);
-      std::fill(out + inside, out + n, 0.0f);
-      return;
-    }
-    std::fill(out, out + n, 0.0f);
-    if (kind_ == DraftKind::OneHot) {
-      if (token_ >= first && token_ < first + n) {
-        out[token_ - first] = 1;
-      }
-      return;
-    }
-    const auto& entries = kind_ == DraftKind::Dense ? job_.columns : sparse_;
-    auto from = std::lower_bound(entries.begin(), entries.end(), Entry{first, 0});
-    for (; from != entries.end() && from->id < first + n; ++from) {
-      out[from->id - first] += entry_prob(*from);
-    }
-  }
-
-  // The probability of the likeliest column or entry.
-  float largest() const {
-    if (kind_ == DraftKind::Dense) {
-      return dist_.scale();
-    }
-    float largest = kind_ == DraftKind::OneHot;
-    for (const Entry& entry : sparse_) {
-      largest = std::max(largest, probs_[entry.column]);
-    }
-    return largest;
-  }
-
-  // In nats, over everything the draft can produce, repeated ids merged.
-  float entropy() const {
-    if (kind_ == DraftKind::OneHot) {
-      return 0;
-    }
-    if (kind_ == DraftKind::Dense && !job_.options.has_vocab) {
-      return exactspec::entropy(*row_, RowSummary{true, dist_, {}});
-    }
-    const auto& entries = kind_ == DraftKind::Dense ? job_.columns : sparse_;
-    double sum = 0;
-    for (size_t i = 0; i < entries.size();) {
-      double prob = 0;
-      size_t next = i;
-      for (; next < entries.size() && entries[next].id == entries[i].id; ++next) {
-        prob += entry_prob(entries[next]);
-      }
-      sum -= prob > 0 ? prob * std::log(prob) : 0;
-      i = next;
-    }
-    return static_cast<float>(sum);
-  }
-
- private:
-  float entry_prob(const Entry& entry) const {
-    return kind_ == DraftKind::Dense ? dist_.prob(row_->logit(entry.column), entry.column)
-                                     : probs_[entry.column];
-  }
-
-  void read_dense(const RowSampling& sampling, int b, int slot) {
-    if (!job_.options.has_draft_stats) {
-      RowSummary summary = summarise(*row_, sampling);
-      finite_ = summary.finite;
-      dist_ = summary.dist;
-      return;
-    }
-    float stat[NUM_ROW_STATS];
-    for (int i = 0; i < NUM_ROW_STATS; ++i) {
-      stat[i] = *job_.draft_stats.at<float>(b, slot, i);
-      finite_ = finite_ && !std::isnan(stat[i]);
-    }
-    if (finite_) {
-      bool greedy = sampling.greedy();
-      dist_ = {
-          stat[STAT_MAX],
-          greedy ? 1.0f : sampling.temperature,
-          stat[STAT_LOG_NORM],
-          stat[STAT_CUTOFF],
-          static_cast<int>(std::clamp(stat[STAT_CUTOFF_ID], 0.0f, 0x1p30f)),
-          greedy};
-    }
-  }
-
-  void read_sparse(int b, int slot) {
-    auto support = static_cast<int>(job_.draft_rows.core_shape.back());
-    probs_.resize(support);
-    double mass = 0;
-    for (int i = 0; i < support; ++i) {
-      int id = *job_.draft_rows.at<int32_t>(b, slot, i);
-      if (id < 0) {
-        continue; // padding
-      }
-      float prob = *job_.draft_probs.at<float>(b, slot, i);
-      finite_ = finite_ && prob >= 0 && std::isfinite(prob);
-      probs_[i] = prob;
-      mass += prob;
-      sparse_.push_back({id, i});
-    }
-    finite_ = finite_ && mass <= kMaxSparseMass;
-    std::sort(sparse_.begin(), sparse_.end());
-  }
-
-  DraftKind kind_;
-  int token_;
-  const Job& job_;
-  bool finite_ = true;
-  std::optional<Row> row_; // dense
-  Distribution dist_{};
-  std::vector<Entry> sparse_; // sparse: ids in order, with their place in probs_
-  std::vector<float> probs_;
 };
 
 // Decides one sequence. Rows are read when they are first needed and at most once for their
@@ -253,7 +87,7 @@ class Sequence {
 
   const DraftRow& draft(int slot) {
     if (!drafts_[slot]) {
-      drafts_[slot] = std::make_unique<DraftRow>(job_, draft_sampling_, b_, slot);
+      drafts_[slot] = std::make_unique<DraftRow>(job_.draft, draft_sampling_, b_, slot, token(slot));
     }
     return *drafts_[slot];
   }
@@ -288,28 +122,8 @@ class Sequence {
     }
   }
 
-  // Whether the draft has a place for the token at all, whatever its probability there.
   bool can_produce(int slot) const {
-    int id = token(slot);
-    const auto& options = job_.options;
-    if (id < 0) {
-      return false;
-    }
-    if (options.draft == DraftKind::Dense && options.has_vocab) {
-      auto found = std::lower_bound(job_.columns.begin(), job_.columns.end(), Entry{id, 0});
-      return found != job_.columns.end() && found->id == id;
-    }
-    if (options.draft == DraftKind::Dense) {
-      return id < job_.draft_rows.core_shape.back();
-    }
-    if (options.draft == DraftKind::Sparse && id >= job_.vocab_size) {
-      for (int i = 0; i < job_.draft_rows.core_shape.back(); ++i) {
-        if (*job_.draft_rows.at<int32_t>(b_, slot, i) == id) {
-          return true;
-        }
-      }
-    }
-    return id < job_.vocab_size;
+    return job_.draft.can_produce(b_, slot, token(slot), job_.vocab_size);
   }
 
   // Returns the token after the accepted prefix, or a placeholder where a bad row ends it.
@@ -531,17 +345,6 @@ class Sequence {
   uint32_t status_ = 0;
 };
 
-std::vector<Entry> sort_columns(const View& vocab) {
-  std::vector<Entry> columns(vocab.core_shape.back());
-  for (size_t i = 0; i < columns.size(); ++i) {
-    columns[i] = {*vocab.at<int32_t>(0, static_cast<int>(i)), static_cast<int>(i)};
-  }
-  if (!std::is_sorted(columns.begin(), columns.end())) {
-    std::sort(columns.begin(), columns.end());
-  }
-  return columns;
-}
-
 } // namespace
 
 void VerifyDraft::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) {
@@ -561,10 +364,14 @@ void VerifyDraft::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx:
       view(TargetLogits, true, 2),
       view(DraftTokens, true, 1),
       view(DraftLengths, true, 0),
-      view(DraftRows, has_rows, 2),
-      view(DraftProbs, options_.draft == DraftKind::Sparse, 2),
-      view(DraftVocab, options_.has_vocab, 1),
-      view(DraftStats, options_.has_draft_stats, 2),
+      {options_.draft,
+       options_.has_vocab,
+       options_.has_draft_stats,
+       view(DraftRows, has_rows, 2),
+       view(DraftProbs, options_.draft == DraftKind::Sparse, 2),
+       view(DraftVocab, options_.has_vocab, 1),
+       view(DraftStats, options_.has_draft_stats, 2),
+       {}},
       NoiseView(inputs[Noise], options_.keyed, inputs[DraftTokens].shape(-1)),
       view(Positions, options_.rule.kind == Rule::Coupled, 0),
       view(Bitmask, options_.has_bitmask, 2),
@@ -574,16 +381,13 @@ void VerifyDraft::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx:
       outputs[1].data<int32_t>(),
       outputs[2].data<uint32_t>(),
       has_logprobs ? outputs[3].data<float>() : nullptr,
-      {},
       {}});
   for (int i = 0; options_.stats && i < 4; ++i) {
     job->stats[i] = outputs[3 + has_logprobs + i].data<float>();
   }
   auto& encoder = mx::cpu::get_command_encoder(stream());
   encoder.dispatch([job, batch] {
-    if (job->options.has_vocab) {
-      job->columns = sort_columns(job->draft_vocab);
-    }
+    job->draft.sort_columns();
     parallel_for(batch, [&](int b) { Sequence(*job, b).run(); });
   });
 }

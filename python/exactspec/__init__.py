@@ -23,6 +23,7 @@ from .ops import (  # noqa: E402
 )
 from .rules import Cascade, Typical  # noqa: E402
 from .sampling import Sampling  # noqa: E402
+from .tree import TreeResult, verify_tree  # noqa: E402
 
 __version__ = _version("exactspec")
 
@@ -33,6 +34,7 @@ __all__ = [
     "Sampling",
     "SparseDistribution",
     "Status",
+    "TreeResult",
     "Typical",
     "VerifyResult",
     "VerifyStats",
@@ -41,4 +43,5 @@ __all__ = [
     "sample",
     "speculative_output_marginal",
     "verify_draft",
+    "verify_tree",
 ]

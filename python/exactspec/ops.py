@@ -8,7 +8,7 @@ from typing import NamedTuple, Optional, Union
 import mlx.core as mx
 
 from . import _ext
-from .rules import EXACT_RULES, Cascade, Rule, check_rule, is_exact, pack
+from .rules import EXACT_RULES, Cascade, Rule, check_rule, is_exact, pack_rule
 from .sampling import ORDERS, Sampling, check_sampling
 
 PLACEHOLDER_TOKEN = _ext.PLACEHOLDER_TOKEN
@@ -36,7 +36,7 @@ class Status(IntFlag):
     ZERO_DRAFT_PROB = 8
     """A draft token has draft probability 0: accepted iff its target probability is positive."""
     BAD_PARENT = 16
-    """Reserved for trees."""
+    """A node's parent does not come before it: the tree ends there; see :func:`verify_tree`."""
     BAD_PARAMETER = 32
     """NaN, infinite or negative temperature, or a NaN filter, in a parameter array: no token."""
 
@@ -139,20 +139,23 @@ def check_noise(op: str, rule: Rule, uniforms, keys, positions) -> None:
                 raise ValueError(f"[{op}] {name}: expected {expected} with rule='coupled', got {got}")
 
 
-def check_draft_sampling(draft_logits, draft_sampling, sampling: Sampling) -> Sampling:
+def check_draft_sampling(
+    op: str, draft_logits, draft_sampling, sampling: Sampling
+) -> Sampling:
     """The draft's parameters: the target's unless given, and only for a dense draft."""
     if draft_sampling is None:
         return sampling
-    check_sampling("verify_draft", "draft_sampling", draft_sampling)
+    check_sampling(op, "draft_sampling", draft_sampling)
     if draft_logits is None:
         raise ValueError(
-            "[verify_draft] draft_sampling: expected None without draft_logits (the probabilities "
+            f"[{op}] draft_sampling: expected None without draft_logits (the probabilities "
             f"of a sparse or one-hot draft are final), got {draft_sampling!r}"
         )
     return draft_sampling
 
 
-def _pack(sampling: Sampling) -> tuple:
+def pack(sampling: Sampling) -> tuple:
+    """The parameters as the extension takes them."""
     numbers = (v if isinstance(v, mx.array) else float(v) for v in sampling[:4])
     return (*numbers, ORDERS.index(sampling.order))
 
@@ -272,9 +275,10 @@ def verify_draft(
         token_bitmask=token_bitmask,
     )
     check_sampling(op, "sampling", sampling)
-    draft_sampling = check_draft_sampling(draft_logits, draft_sampling, sampling)
+    draft_sampling = check_draft_sampling(op, draft_logits, draft_sampling, sampling)
     check_rule(op, rule, EXACT_RULES)
-    if isinstance(rule, Cascade) and draft_logits is None and draft_ids is None:
+    one_hot = draft_logits is None and draft_ids is None and draft_tokens.shape[-1:] != (0,)
+    if isinstance(rule, Cascade) and one_hot:
         raise ValueError(
             f"[{op}] rule: expected draft_logits or draft_ids with {rule!r} (a one-hot draft is "
             "always certain), got neither"
@@ -294,9 +298,9 @@ def verify_draft(
         draft_probs,
         draft_vocab,
         draft_stats,
-        _pack(sampling),
-        _pack(draft_sampling),
-        pack(rule),
+        pack(sampling),
+        pack(draft_sampling),
+        pack_rule(rule),
         uniforms,
         keys,
         positions,
@@ -367,8 +371,8 @@ def sample(
     keys = resolve_noise(op, logits.shape[:-1], uniforms, keys)
     tokens, status, row_stats, *rest = _ext.sample(
         logits,
-        _pack(sampling),
-        pack("coupled" if rule == "coupled" else "token")[0],
+        pack(sampling),
+        pack_rule("coupled" if rule == "coupled" else "token")[0],
         uniforms,
         keys,
         positions,

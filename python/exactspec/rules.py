@@ -76,7 +76,7 @@ def is_exact(rule: Rule) -> bool:
     return isinstance(rule, str)
 
 
-def pack(rule: Rule) -> tuple[int, float, float]:
+def pack_rule(rule: Rule) -> tuple[int, float, float]:
     """As the extension takes it: kind, and up to two parameters."""
     if isinstance(rule, Typical):
         return 3, rule.epsilon, rule.delta

@@ -1,0 +1,58 @@
+#include "draft_inputs.h"
+
+#include "dtypes.h"
+#include "law.h"
+
+namespace exactspec {
+
+void check_draft(const char* op, const Draft& draft, const mx::Shape& batch_shape, int num_rows) {
+  if (draft.ids.has_value() != draft.probs.has_value()) {
+    bad_argument(
+        op,
+        draft.ids ? "draft_probs" : "draft_ids",
+        "draft_ids and draft_probs together",
+        "only one of them");
+  }
+  if (draft.logits && draft.ids) {
+    bad_argument(
+        op, "draft_logits", "either draft_logits or draft_ids and draft_probs", "all of them");
+  }
+  if (!draft.logits && draft.vocab) {
+    bad_argument(op, "draft_vocab", "None without draft_logits", describe(draft.vocab->shape()));
+  }
+  if (!draft.logits && draft.stats) {
+    bad_argument(op, "draft_stats", "None without draft_logits", describe(draft.stats->shape()));
+  }
+  auto rows_shape = [&](int width) { return with(batch_shape, {num_rows, width}); };
+  if (draft.logits) {
+    check_logits_dtype(op, "draft_logits", *draft.logits);
+    int width = draft.logits->ndim() > 0 ? draft.logits->shape(-1) : 0;
+    if (width < 1 || draft.logits->shape() != rows_shape(width)) {
+      auto expected = describe(with(batch_shape, {num_rows}));
+      expected.back() = ',';
+      bad_argument(
+          op, "draft_logits", "shape " + expected + " Vd]", describe(draft.logits->shape()));
+    }
+    if (draft.vocab) {
+      check_ids_dtype(op, "draft_vocab", *draft.vocab);
+      check_shape(op, "draft_vocab", *draft.vocab, {width});
+    }
+    if (draft.stats) {
+      check_dtype(op, "draft_stats", *draft.stats, {mx::float32});
+      check_shape(op, "draft_stats", *draft.stats, rows_shape(NUM_ROW_STATS));
+    }
+  }
+  if (draft.ids) {
+    check_ids_dtype(op, "draft_ids", *draft.ids);
+    int support = draft.ids->ndim() > 0 ? draft.ids->shape(-1) : 0;
+    if (draft.ids->ndim() == 0 || draft.ids->shape() != rows_shape(support)) {
+      auto expected = describe(with(batch_shape, {num_rows}));
+      expected.back() = ',';
+      bad_argument(op, "draft_ids", "shape " + expected + " S]", describe(draft.ids->shape()));
+    }
+    check_dtype(op, "draft_probs", *draft.probs, {mx::float32});
+    check_shape(op, "draft_probs", *draft.probs, draft.ids->shape());
+  }
+}
+
+} // namespace exactspec
