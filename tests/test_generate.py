@@ -13,8 +13,9 @@ import pytest
 import scipy.stats
 from exactspec import Sampling, sample
 from exactspec import cached_model as cached_model_module
-from exactspec.drafters import Draft, Drafter, DraftModel, PromptLookup
+from exactspec.drafters import Draft, Drafter, DraftModel, DraftTree, PromptLookup
 from exactspec.generate import NonFiniteLogitsError, generate, stream_generate
+from exactspec.rules import EXACT_RULES
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
 from tolerances import CHI_SQUARE_P
 from toy_models import (
@@ -30,6 +31,13 @@ GREEDY = Sampling(temperature=0)
 PROMPT = [3, 7, 1, 4, 3, 7, 1]
 TOKENIZER = toy_tokenizer()
 NO_STOP = ()
+BEGIN = {
+    "tokenizer": TOKENIZER,
+    "sampling": Sampling(),
+    "max_tokens": 99,
+    "rule": "token",
+    "position": 5,
+}
 
 
 def run(model, prompt=PROMPT, **options):
@@ -107,16 +115,27 @@ def test_greedy_text_is_that_of_plain_decoding(kind, num_draft_tokens, figure):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "kind", ["lookup", "opposite model", "hot model", "padded model", "sparse"]
+    "kind",
+    [
+        *("lookup", "opposite model", "hot model", "padded model", "sparse"),
+        *("block", "coupled", "tree", "lookup tree"),
+    ],
 )
 def test_joint_distribution_of_consecutive_tokens(kind):
     vocab_size = 8
     num_pairs = 20_000 if kind in ("lookup", "opposite model") else 5_000
     table = random_table(vocab_size)
+    rule = kind if kind in EXACT_RULES else "token"
     if kind == "lookup":
         drafter = PromptLookup(3, min_ngram=1)
     elif kind == "sparse":
         drafter = SparseDrafter()
+    elif kind == "tree":
+        drafter = DraftTree(TableModel(-0.3 * table), TOKENIZER, (2, 3, 1))
+    elif kind == "lookup tree":
+        drafter = PromptLookup(3, min_ngram=1, num_branches=3)
+    elif kind in ("block", "coupled"):
+        drafter = DraftModel(TableModel(-0.3 * table), TOKENIZER, 3)
     elif kind == "opposite model":
         # Most drafts are rejected, so that noise shared with drafting would show.
         drafter = DraftModel(TableModel(-table), TOKENIZER, 3)
@@ -130,7 +149,7 @@ def test_joint_distribution_of_consecutive_tokens(kind):
         drafter = DraftModel(TableModel(padded), TOKENIZER, 3)
     # Many texts, since the time for one grows with the square of its length.
     results = [
-        run(TableModel(table), [0], drafter=drafter, max_tokens=100, seed=seed)
+        run(TableModel(table), [0], drafter=drafter, rule=rule, max_tokens=100, seed=seed)
         for seed in range(2 * num_pairs // 100)
     ]
 
@@ -771,7 +790,7 @@ def test_prompt_lookup_against_plain_search(max_ngram, min_ngram):
     found = 0
     for vocab_size in (2, 3, 6):
         text = random.integers(vocab_size, size=3).tolist()
-        drafter.begin(list(text), tokenizer=TOKENIZER, sampling=Sampling(), max_tokens=99)
+        drafter.begin(list(text), **BEGIN)
         for _ in range(60):
             draft = drafter.draft(4, mx.random.key(0))
             expected = looked_up(text, max_ngram, min_ngram, 4)
@@ -785,7 +804,7 @@ def test_prompt_lookup_against_plain_search(max_ngram, min_ngram):
 
 def test_prompt_lookup_goes_on_with_a_repetition():
     drafter = PromptLookup(7, max_ngram=2)
-    drafter.begin([1, 2, 3, 1, 2], tokenizer=TOKENIZER, sampling=Sampling(), max_tokens=9)
+    drafter.begin([1, 2, 3, 1, 2], **BEGIN)
     assert drafter.draft(7, mx.random.key(0)).draft_tokens.tolist() == [3, 1, 2, 3, 1, 2, 3]
     assert drafter.draft(2, mx.random.key(0)).draft_tokens.tolist() == [3, 1]
 

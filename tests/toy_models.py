@@ -55,6 +55,11 @@ class TableModel:
 
     def __call__(self, tokens: mx.array, cache: list[KVCache] | None = None) -> mx.array:
         length, start = tokens.shape[1], 0
+        if cache is not None and isinstance(cache[0].offset, mx.array):
+            # Nodes of a tree, as a batch.
+            positions, ids = cache[0].offset, tokens.reshape(-1, 1, 1, 1)
+            cache[0].update_and_fetch(ids, ids)
+            return self.table[positions % 2, tokens[:, 0]][:, None]
         if cache is not None:
             start = cache[0].offset
             ids = tokens.reshape(1, 1, length, 1)

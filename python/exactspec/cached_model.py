@@ -37,6 +37,11 @@ class CachedModel:
         # The graph of one token tells the width of the logits; it is never evaluated.
         self.vocab_size: int = model(mx.zeros((1, 1), mx.int32)).shape[-1]
 
+    @property
+    def length(self) -> int:
+        """Tokens of the text; without those in a caller's cache that does not count them."""
+        return getattr(self.cache[0], "offset", 0) - self.num_drafts + len(self.pending)
+
     def check_trimmable(self, op: str, num_tokens: int) -> None:
         """Raise ``ValueError`` if the cache could not be rolled back within ``num_tokens`` more."""
         classes = {name for cache in self.cache for name in _untrimmable(cache, num_tokens)}
@@ -82,7 +87,7 @@ class CachedModel:
             )
 
     def feed_tree(self, drafts: mx.array, parents: Sequence[int]) -> mx.array:
-        """As ``feed``, for drafts that are nodes of a tree; may be called for a tree piece by piece.
+        """As ``feed``, for drafts that are nodes of a tree, which may come in several pieces.
 
         The model sees a batch of one-token sequences at positions of their own, which share the
         cached text: no other mask is understood by every model.

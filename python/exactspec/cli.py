@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 import stat
 import sys
 from collections.abc import Iterable
@@ -22,6 +23,7 @@ from rich.text import Text
 
 from . import Sampling, __version__
 from .blas import blas_in_use
+from .rules import EXACT_RULES, Cascade, Rule, Typical, check_rule
 from .sampling import check_sampling
 
 # mlx-lm takes seconds to import, so the functions that need it do that: --help must not wait.
@@ -91,6 +93,24 @@ def generate(
     num_draft_tokens: Annotated[
         int | None, typer.Option(help="Tokens drafted per cycle, at most. Default: 4.")
     ] = None,
+    num_branches: Annotated[
+        int | None,
+        typer.Option(help="Continuations looked up per cycle, as a tree. Default: 1."),
+    ] = None,
+    widths: Annotated[
+        str | None,
+        typer.Option(
+            help="With --draft-model: draft a tree of the likeliest tokens, such as 3,2,1: three, "
+            "two after each of them, one after each of those."
+        ),
+    ] = None,
+    rule: Annotated[
+        str,
+        typer.Option(
+            help="How drafts are accepted: token, block or coupled; lossy are "
+            "typical[:EPSILON[:DELTA]] and cascade[:ALPHA]."
+        ),
+    ] = "token",
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 or less is off.")] = 0,
     top_p: Annotated[
@@ -124,11 +144,17 @@ def generate(
         check_sampling("generate", "sampling", sampling)
         if compare and drafter is DrafterName.none:
             raise ValueError("--compare: expected a drafter to compare, got --drafter none")
-        proposer, drafter_name = _make_drafter(drafter, draft_model, num_draft_tokens)
+        acceptance = _parse_rule(rule)
+        if compare and acceptance == "coupled" and seed is None:
+            seed = secrets.randbits(32)  # both texts are made of the same noise
+        proposer, drafter_name = _make_drafter(
+            drafter, draft_model, num_draft_tokens, num_branches, widths
+        )
         target, tokenizer, model_name = _load(model)
         options = {
             "prompt": _encode(prompt, tokenizer, chat),
             "sampling": sampling,
+            "rule": acceptance,
             "max_tokens": max_tokens,
             "seed": seed,
             "profile": True,
@@ -136,6 +162,8 @@ def generate(
         from .generate import Generation, stream_generate
 
         setup = {"model": model_name, "drafter": drafter_name, "blas": blas_in_use()}
+        if rule != "token":
+            setup["rule"] = rule
         stream = stream_generate(target, tokenizer, drafter=proposer, **options)
         if as_json:
             result = Generation.join(list(stream))
@@ -149,7 +177,7 @@ def generate(
     if as_json:
         print(json.dumps({**setup, **_report(result), "plain": plain and _report(plain)}))
     else:
-        _summarise(result, plain, greedy=temperature == 0)
+        _summarise(result, plain, same_text=temperature == 0 or rule == "coupled")
 
 
 @app.command()
@@ -174,9 +202,11 @@ def doctor() -> None:
 
 def _name_options(message: str) -> str:
     """Have an error about a parameter name the option that was typed instead."""
-    parameters = "temperature|top_k|top_p|min_p|max_tokens|seed|num_draft_tokens"
+    parameters = (
+        "temperature|top_k|top_p|min_p|max_tokens|seed|num_draft_tokens|num_branches|widths|rule"
+    )
     return re.sub(
-        rf"^\[\w+\] (?:sampling\.)?({parameters}):",
+        rf"^\[\w+\] (?:sampling\.)?({parameters})(?:\.\w+)?:",
         lambda match: f"--{match[1].replace('_', '-')}:",
         message,
     )
@@ -217,22 +247,58 @@ def _read_stdin() -> str | None:
     return None if stat.S_ISCHR(mode) else sys.stdin.read()
 
 
+def _parse_rule(text: str) -> Rule:
+    name, *numbers = text.split(":")
+    lossy = {"typical": Typical, "cascade": Cascade}.get(name)
+    if lossy is None and numbers:
+        raise ValueError(f"--rule: expected no parameters for {name}, got {text!r}")
+    try:
+        rule = name if lossy is None else lossy(*map(float, numbers))
+    except (ValueError, TypeError):
+        expected = ":".join(lossy._fields)
+        raise ValueError(f"--rule: expected {name}[:{expected}] in numbers, got {text!r}") from None
+    if lossy is None and name not in EXACT_RULES:
+        expected = ", ".join((*EXACT_RULES, "typical", "cascade"))
+        raise ValueError(f"--rule: expected one of {expected}, got {text!r}")
+    check_rule("generate", rule, EXACT_RULES)
+    return rule
+
+
 def _make_drafter(
-    name: DrafterName | None, draft_model: str | None, num_draft_tokens: int | None
+    name: DrafterName | None,
+    draft_model: str | None,
+    num_draft_tokens: int | None,
+    num_branches: int | None,
+    widths: str | None,
 ) -> tuple[Drafter | None, str]:
     if name is not None and draft_model is not None:
         raise ValueError("drafter: expected --drafter or --draft-model, got both")
     if name is DrafterName.none:
-        if num_draft_tokens is not None:
-            raise ValueError("--num-draft-tokens: expected a drafter with it, got --drafter none")
+        given = {"--num-draft-tokens": num_draft_tokens, "--num-branches": num_branches}
+        for option, value in given.items():
+            if value is not None:
+                raise ValueError(f"{option}: expected a drafter with it, got --drafter none")
         return None, "none"
-    from .drafters import DraftModel, PromptLookup
+    from .drafters import DraftModel, DraftTree, PromptLookup
 
-    count = {} if num_draft_tokens is None else {"num_draft_tokens": num_draft_tokens}
+    options = {"num_draft_tokens": num_draft_tokens, "num_branches": num_branches}
+    options = {name: value for name, value in options.items() if value is not None}
     if draft_model is None:
-        return PromptLookup(**count), "prompt lookup"
+        if widths is not None:
+            raise ValueError("--widths: expected --draft-model with it, got none")
+        return PromptLookup(**options), "prompt lookup"
+    if num_branches is not None:
+        raise ValueError("--num-branches: expected prompt lookup with it, got --draft-model")
+    if widths is not None and options:
+        raise ValueError("--widths: expected no --num-draft-tokens with it, got both")
     model, tokenizer, model_name = _load(draft_model)
-    return DraftModel(model, tokenizer, **count), model_name
+    if widths is None:
+        return DraftModel(model, tokenizer, **options), model_name
+    try:
+        numbers = [int(width) for width in widths.split(",")]
+    except ValueError:
+        raise ValueError(f"--widths: expected numbers such as 3,2,1, got {widths!r}") from None
+    return DraftTree(model, tokenizer, numbers), f"{model_name}, as a tree"
 
 
 def _load(name: str | None) -> tuple[Any, Any, str]:
@@ -279,7 +345,7 @@ def _show(stream: Iterable[GeneratedToken], setup: dict[str, str], plain: bool) 
     return Generation.join(items)
 
 
-def _summarise(result: Generation, plain: Generation | None, greedy: bool) -> None:
+def _summarise(result: Generation, plain: Generation | None, same_text: bool) -> None:
     statistics = result.statistics
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
@@ -305,6 +371,8 @@ def _summarise(result: Generation, plain: Generation | None, greedy: bool) -> No
             bar.add_row(Bar(1, 0, rate, width=24, color="green"), f"{rate:.0%}")
             table.add_row(f"  slot {slot + 1}", bar)
     table.add_row("time", _time_shares(statistics))
+    if not statistics.exact:
+        table.add_row("lossy", "[red]the text is not a sample of the target[/]")
     if plain is not None:
         speedup = statistics.tokens_per_second / plain.statistics.tokens_per_second
         table.add_row(
@@ -312,7 +380,7 @@ def _summarise(result: Generation, plain: Generation | None, greedy: bool) -> No
             f"{_speed(plain.statistics.generated_tokens, plain.statistics.tokens_per_second)}; "
             f"drafting is {speedup:.2f} times as fast",
         )
-        if greedy:
+        if same_text:
             table.add_row("", _difference(result.tokens, plain.tokens))
     notes = Console(stderr=True, highlight=False)
     notes.print()

@@ -12,6 +12,7 @@ import mlx.core as mx
 from .cached_model import CachedModel
 from .models import same_tokenizer
 from .ops import sample
+from .rules import Cascade, Rule
 from .sampling import Sampling, check_sampling
 
 # A key gives verify_draft this many coins.
@@ -72,7 +73,14 @@ class Drafter:
     _serves: Any = None
 
     def begin(
-        self, prompt: list[int], *, tokenizer: Any, sampling: Sampling, max_tokens: int
+        self,
+        prompt: list[int],
+        *,
+        tokenizer: Any,
+        sampling: Sampling,
+        max_tokens: int,
+        rule: Rule,
+        position: int,
     ) -> None:
         """Start a text.
 
@@ -81,6 +89,9 @@ class Drafter:
             tokenizer: the target's.
             sampling: the target's.
             max_tokens: the most tokens that will follow the prompt.
+            rule: how drafts will be accepted. Under ``"coupled"`` draw them by
+                ``exactspec.sample(..., rule="coupled")``.
+            position: of the first token after the prompt, for coupled draws.
         """
 
     def draft(self, limit: int, key: mx.array) -> Draft:
@@ -88,7 +99,8 @@ class Drafter:
 
         Args:
             limit: propose at most this many, one after the other, 1 to 254; more is an error.
-            key: uint32 ``[2]``, the only source of randomness to be used.
+            key: uint32 ``[2]``, the only source of randomness to be used: another one in every
+                cycle, except under ``"coupled"``.
         """
         return no_draft()
 
@@ -118,7 +130,7 @@ class PromptLookup(Drafter):
         min_ngram: shortest match that counts, at least 1.
 
     Raises:
-        ValueError: for a number out of range.
+        ValueError: for a number out of range; when a text begins, for a rule that does not fit.
     """
 
     def __init__(
@@ -140,8 +152,16 @@ class PromptLookup(Drafter):
         self.min_ngram = min_ngram
 
     def begin(
-        self, prompt: list[int], *, tokenizer: Any, sampling: Sampling, max_tokens: int
+        self,
+        prompt: list[int],
+        *,
+        tokenizer: Any,
+        sampling: Sampling,
+        max_tokens: int,
+        rule: Rule,
+        position: int,
     ) -> None:
+        _check_rule_fits("PromptLookup", rule, is_tree=self.num_branches > 1)
         self._text: list[int] = []
         # N-gram (of any length in use) -> positions of the token after its latest occurrences.
         self._followers: dict[tuple[int, ...], deque[int]] = {}
@@ -235,11 +255,20 @@ class DraftModel(Drafter):
         self._model: CachedModel | None = None
 
     def begin(
-        self, prompt: list[int], *, tokenizer: Any, sampling: Sampling, max_tokens: int
+        self,
+        prompt: list[int],
+        *,
+        tokenizer: Any,
+        sampling: Sampling,
+        max_tokens: int,
+        rule: Rule,
+        position: int,
     ) -> None:
         self._model = None
         _check_tokenizer("DraftModel", self.tokenizer, tokenizer)
         self._sampling = sampling if self.sampling is None else self.sampling
+        self._rule = rule
+        self._position = position
         model = CachedModel(self.model, self.prompt_cache)
         model.check_trimmable("DraftModel", len(prompt) + max_tokens)
         model.settle(prompt, 0)
@@ -255,9 +284,20 @@ class DraftModel(Drafter):
         count = min(limit, self.num_draft_tokens)
         token = mx.zeros((0,), mx.int32)
         rows, draws = [], []
-        for step_key in mx.random.split(key, count):
+        if self._rule == "coupled":
+            noise = [
+                {
+                    "rule": "coupled",
+                    "keys": key,
+                    "positions": mx.array(self._position + i, mx.int32),
+                }
+                for i in range(count)
+            ]
+        else:
+            noise = [{"keys": step_key} for step_key in mx.random.split(key, count)]
+        for step_noise in noise:
             rows.append(self._model.feed(token)[-1])
-            draws.append(sample(rows[-1], self._sampling, keys=step_key))
+            draws.append(sample(rows[-1], self._sampling, **step_noise))
             token = draws[-1].tokens[None]
         return Draft(
             draft_tokens=mx.stack([draw.tokens for draw in draws]),
@@ -268,6 +308,7 @@ class DraftModel(Drafter):
         )
 
     def extend(self, tokens: list[int], num_accepted: int) -> None:
+        self._position += len(tokens)
         self._model.settle(tokens, num_accepted)
 
     def finish(self) -> None:
@@ -290,7 +331,7 @@ class DraftTree(Drafter):
 
     Raises:
         TypeError, ValueError: for widths out of range; when a text begins, for a target with
-            another tokenizer.
+            another tokenizer, or a rule other than ``"token"``.
     """
 
     def __init__(self, model: Any, tokenizer: Any, widths: Sequence[int] = (3, 2, 1)):
@@ -308,8 +349,16 @@ class DraftTree(Drafter):
         self.widths = widths
 
     def begin(
-        self, prompt: list[int], *, tokenizer: Any, sampling: Sampling, max_tokens: int
+        self,
+        prompt: list[int],
+        *,
+        tokenizer: Any,
+        sampling: Sampling,
+        max_tokens: int,
+        rule: Rule,
+        position: int,
     ) -> None:
+        _check_rule_fits("DraftTree", rule, is_tree=True)
         _check_tokenizer("DraftTree", self.tokenizer, tokenizer)
         self._model = CachedModel(self.model)
         self._model.check_tree("DraftTree")
@@ -348,11 +397,19 @@ def _likeliest(rows: mx.array, count: int) -> mx.array:
     return mx.take_along_axis(ids, order, axis=-1).astype(mx.int32)
 
 
+def _check_rule_fits(op: str, rule: Rule, is_tree: bool) -> None:
+    """Raise ``ValueError`` for a rule that cannot judge certain (one-hot) drafts, or a tree."""
+    if is_tree and rule != "token":
+        raise ValueError(f"[{op}] rule: expected 'token' for a tree of drafts, got {rule!r}")
+    if isinstance(rule, Cascade):
+        raise ValueError(f"[{op}] rule: expected one that fits certain drafts, got {rule!r}")
+
+
 def _check_tokenizer(op: str, own: Any, targets: Any) -> None:
     if not same_tokenizer(own, targets):
         raise ValueError(
-            f"[{op}] tokenizer: expected the target's tokenizer, got another one; a draft model must "
-            "come from the same family as the target"
+            f"[{op}] tokenizer: expected the target's tokenizer, got another one; a draft model "
+            "must come from the same family as the target"
         )
 
 

@@ -14,7 +14,9 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from .cached_model import CachedModel
 from .drafters import MAX_DRAFT_TOKENS, Draft, Drafter, no_draft
 from .ops import PLACEHOLDER_TOKEN, Status, verify_draft
+from .rules import EXACT_RULES, Rule, check_rule, is_exact
 from .sampling import Sampling, check_sampling
+from .tree import verify_tree
 
 
 class NonFiniteLogitsError(ArithmeticError):
@@ -42,13 +44,15 @@ class NonFiniteLogitsError(ArithmeticError):
 class Statistics:
     """What a generation did so far. Times are in seconds and leave out the consumer's own.
 
-    A cycle is one draft, one forward of the target over it, and one verification.
+    A cycle is one draft, one forward of the target over it, and one verification. The slot of a
+    draft token is its place after the text; several tokens of a tree share one.
 
     Attributes:
         prompt_tokens: tokens of the prompt.
         prompt_time: for all of them but the last, which is part of the first cycle.
         generated_tokens: tokens yielded.
         generation_time: in cycles.
+        exact: whether the text is a sample of the target: false under a lossy rule.
         cycles: number of cycles.
         slot_drafted: ``slot_drafted[i]`` cycles had a draft token in slot i.
         slot_accepted: in ``slot_accepted[i]`` cycles the token of slot i was accepted, and so
@@ -64,6 +68,7 @@ class Statistics:
     cycles: int = 0
     slot_drafted: list[int] = field(default_factory=list)
     slot_accepted: list[int] = field(default_factory=list)
+    exact: bool = True
     draft_time: float | None = None
     target_time: float | None = None
     verify_time: float | None = None
@@ -182,6 +187,7 @@ def stream_generate(
     *,
     drafter: Drafter | None = None,
     sampling: Sampling = Sampling(),
+    rule: Rule = "token",
     max_tokens: int = 256,
     stop_tokens: Collection[int] | None = None,
     seed: int | None = None,
@@ -195,7 +201,9 @@ def stream_generate(
     proposes: speculative sampling (Leviathan et al., arXiv:2211.17192, algorithm 1; Chen et al.,
     arXiv:2302.01318, algorithm 2). At temperature 0 it is the text of plain greedy decoding,
     except where two logits are so close that a forward over several tokens, which rounds
-    differently than one over a single token, puts them in another order.
+    differently than one over a single token, puts them in another order. Under the rule
+    ``"coupled"`` the same holds at every temperature: with the same seed the text is that of plain
+    decoding under ``"coupled"``, whatever the drafter.
 
     Drafting, the target's forward and verification are one lazy graph, so that each cycle waits
     for the device once.
@@ -207,6 +215,9 @@ def stream_generate(
         drafter: proposes tokens, such as ``PromptLookup`` or ``DraftModel``. Default: none,
             which is plain decoding.
         sampling: temperature and filters; numbers, or arrays of shape ``[]``.
+        rule: how drafts are accepted, as for ``exactspec.verify_draft``. A lossy one gives up that
+            the text is a sample of the target; ``statistics.exact`` then says so. Trees need
+            ``"token"``.
         max_tokens: the most tokens to generate, at least 1.
         stop_tokens: ids that end the text. Default: the tokenizer's end-of-sequence tokens.
         seed: the same seed, model, prompt, drafter and options give the same text. Default: drawn
@@ -229,7 +240,7 @@ def stream_generate(
         RuntimeError: for a drafter that has begun another text meanwhile.
         NonFiniteLogitsError: for NaN or infinite logits, after the tokens before them.
     """
-    _check_options(drafter, sampling, max_tokens, seed)
+    _check_options(drafter, sampling, rule, max_tokens, seed)
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
     target = CachedModel(model, prompt_cache)
@@ -244,7 +255,7 @@ def stream_generate(
         stop_tokens = _token_ids("stop_tokens", "token ids", stop_tokens)
     stop_tokens = frozenset(stop_tokens)
     detokenizer = tokenizer.detokenizer
-    statistics = Statistics(prompt_tokens=len(prompt))
+    statistics = Statistics(prompt_tokens=len(prompt), exact=is_exact(rule))
     clock = _PhaseClock(statistics, profile)
     if seed is None:
         key = mx.random.randint(0, 2**31 - 1, (2,)).astype(mx.uint32)
@@ -255,13 +266,22 @@ def stream_generate(
     drafter._serves = statistics
     try:
         start = time.perf_counter()
-        drafter.begin(prompt, tokenizer=tokenizer, sampling=sampling, max_tokens=max_tokens)
+        position = target.length + len(prompt)
+        drafter.begin(
+            prompt,
+            tokenizer=tokenizer,
+            sampling=sampling,
+            max_tokens=max_tokens,
+            rule=rule,
+            position=position,
+        )
         target.settle(prompt, 0)
         target.prefill()
         statistics.prompt_time = time.perf_counter() - start
         while finish_reason is None:
             yielded: list[int] = []
             num_accepted = 0
+            path = None
             room = max_tokens - statistics.generated_tokens
             try:
                 if drafter._serves is not statistics:
@@ -270,17 +290,21 @@ def stream_generate(
                         f"a {type(drafter).__name__} that began another; use one for each text"
                     )
                 start = clock.start()
-                # Were noise shared between drafting, verification and the next cycle, residual
-                # draws would be biased.
-                key, draft_key, verify_key = mx.random.split(key, 3)
+                if rule == "coupled":
+                    draft_key = verify_key = key
+                else:
+                    # Were noise shared between drafting, verification and the next cycle, residual
+                    # draws would be biased.
+                    key, draft_key, verify_key = mx.random.split(key, 3)
                 # A cycle yields one token more than it accepts.
                 draft = _draft(drafter, min(room - 1, MAX_DRAFT_TOKENS), draft_key)
                 clock.lap("draft_time", draft.draft_tokens)
-                logits = target.feed(draft.draft_tokens)
+                logits = _feed(target, draft)
                 clock.lap("target_time", logits)
-                cycle = _verify(logits, draft, sampling, verify_key, logprobs)
+                at = position + statistics.generated_tokens
+                cycle = _verify(logits, draft, sampling, rule, verify_key, at, logprobs)
                 clock.lap("verify_time")
-                num_accepted = cycle.num_accepted
+                num_accepted, path = cycle.num_accepted, cycle.path
                 items = _stream(cycle, room, stop_tokens, detokenizer, statistics)
                 statistics._count_cycle(cycle.num_drafts, num_accepted, time.perf_counter() - start)
                 for item in items:
@@ -294,7 +318,7 @@ def stream_generate(
                 # What the consumer did not get is no text: it lay after a stop token, or the
                 # consumer went away.
                 num_accepted = min(num_accepted, len(yielded))
-                target.settle(yielded, num_accepted)
+                target.settle(yielded, num_accepted, path)
                 if drafter._serves is statistics:
                     drafter.extend(yielded, num_accepted)
     finally:
@@ -333,6 +357,7 @@ class _Cycle(NamedTuple):
     logprobs: list[float | None]
     num_drafts: int
     num_accepted: int
+    path: list[int] | None  # of a tree: the accepted nodes
     error: NonFiniteLogitsError | None
 
 
@@ -340,38 +365,81 @@ def _draft(drafter: Drafter, limit: int, key: mx.array) -> Draft:
     if limit == 0:
         return no_draft()
     draft = drafter.draft(limit, key)
-    if draft.draft_tokens.size > limit:
+    depth = max(_depths(draft), default=0)
+    if depth > limit:
         raise ValueError(
-            f"[stream_generate] drafter: expected at most {limit} draft tokens of "
-            f"{type(drafter).__name__}, got {draft.draft_tokens.size}"
+            f"[stream_generate] drafter: expected at most {limit} draft tokens in a row of "
+            f"{type(drafter).__name__}, got {depth}"
         )
     return draft
 
 
+def _depths(draft: Draft) -> list[int]:
+    """For each draft token, how many it takes from the text to it."""
+    if draft.parents is None:
+        return list(range(1, draft.draft_tokens.size + 1))
+    depths: list[int] = []
+    for parent in draft.parents:
+        depths.append(1 if parent < 0 else depths[parent] + 1)
+    return depths
+
+
+def _feed(target: CachedModel, draft: Draft) -> mx.array:
+    """The rows of logits that judge the draft: of the text's last token, then of each draft."""
+    if draft.parents is None:
+        return target.feed(draft.draft_tokens)
+    target.check_tree("stream_generate")
+    return target.feed_tree(draft.draft_tokens, draft.parents)
+
+
 def _verify(
-    logits: mx.array, draft: Draft, sampling: Sampling, key: mx.array, logprobs: str | None
+    logits: mx.array,
+    draft: Draft,
+    sampling: Sampling,
+    rule: Rule,
+    key: mx.array,
+    position: int,
+    logprobs: str | None,
 ) -> _Cycle:
-    result = verify_draft(
-        logits,
-        draft.draft_tokens,
-        draft_logits=draft.draft_logits,
-        draft_ids=draft.draft_ids,
-        draft_probs=draft.draft_probs,
-        draft_vocab=draft.draft_vocab,
-        draft_stats=draft.draft_stats,
-        sampling=sampling,
-        draft_sampling=draft.draft_sampling,
-        keys=key,
-        logprobs=logprobs,
-    )
+    common = {
+        "draft_logits": draft.draft_logits,
+        "draft_ids": draft.draft_ids,
+        "draft_probs": draft.draft_probs,
+        "draft_vocab": draft.draft_vocab,
+        "draft_stats": draft.draft_stats,
+        "sampling": sampling,
+        "draft_sampling": draft.draft_sampling,
+        "keys": key,
+        "logprobs": logprobs,
+    }
+    path = None
+    if draft.parents is None:
+        positions = mx.array(position, mx.int32) if rule == "coupled" else None
+        result = verify_draft(logits, draft.draft_tokens, rule=rule, positions=positions, **common)
+    elif rule != "token":
+        raise ValueError(
+            f"[stream_generate] rule: expected 'token' for a draft that is a tree, got {rule!r}"
+        )
+    else:
+        parents = mx.array(draft.parents, mx.int32)
+        result = verify_tree(logits, draft.draft_tokens, parents, **common)
+        path = result.path
     temperature = sampling.temperature
-    outputs = [*result[:4], draft.draft_tokens, draft.status, temperature]
+    outputs = [
+        *(result.tokens, result.num_accepted, result.status, result.logprobs, path),
+        *(draft.draft_tokens, draft.status, temperature),
+    ]
     mx.eval(outputs)  # the only wait for the device in a cycle
-    tokens, num_accepted, status, values, drafts, draft_status, temperature = (
+    tokens, num_accepted, status, values, path, drafts, draft_status, temperature = (
         output.tolist() if isinstance(output, mx.array) else output for output in outputs
     )
     # A draft ends at its first placeholder.
     num_drafts = (*drafts, PLACEHOLDER_TOKEN).index(PLACEHOLDER_TOKEN)
+    is_complete = num_accepted == num_drafts
+    if path is not None:
+        path = path[:num_accepted]
+        num_drafts = max(_depths(draft))
+        is_complete = (path[-1] if path else -1) not in draft.parents
     # The status of the draft row that ended the draft. A row after that was not reached.
     if draft_status and num_accepted < len(drafts):
         drawn = draft_status[num_accepted]
@@ -391,13 +459,14 @@ def _verify(
     else:
         error = None
     num_tokens = num_accepted + (error is None)
-    last_source = "bonus" if num_accepted == num_drafts else "residual"
+    last_source = "bonus" if is_complete else "residual"
     return _Cycle(
         tokens[:num_tokens],
         (["draft"] * num_accepted + [last_source])[:num_tokens],
         values[:num_tokens] if values else [None] * num_tokens,
         num_drafts,
         num_accepted,
+        path,
         error,
     )
 
@@ -486,8 +555,9 @@ def _token_ids(argument: str, expected: str, values: Iterable[int]) -> list[int]
     return [int(token) for token in ids]
 
 
-def _check_options(drafter: Any, sampling: Any, max_tokens: Any, seed: Any) -> None:
+def _check_options(drafter: Any, sampling: Any, rule: Any, max_tokens: Any, seed: Any) -> None:
     check_sampling("stream_generate", "sampling", sampling)
+    check_rule("stream_generate", rule, EXACT_RULES)
     if drafter is not None and not isinstance(drafter, Drafter):
         raise _type_error("drafter", "an exactspec.drafters.Drafter", drafter)
     for name, value in (("max_tokens", max_tokens), ("seed", 0 if seed is None else seed)):

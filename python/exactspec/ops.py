@@ -136,12 +136,12 @@ def check_noise(op: str, rule: Rule, uniforms, keys, positions) -> None:
         for name, value, wanted in (("uniforms", uniforms, False), ("keys", keys, True)):
             if (value is not None) != wanted:
                 expected, got = ("an array", "None") if wanted else ("None", "an array")
-                raise ValueError(f"[{op}] {name}: expected {expected} with rule='coupled', got {got}")
+                raise ValueError(
+                    f"[{op}] {name}: expected {expected} with rule='coupled', got {got}"
+                )
 
 
-def check_draft_sampling(
-    op: str, draft_logits, draft_sampling, sampling: Sampling
-) -> Sampling:
+def check_draft_sampling(op: str, draft_logits, draft_sampling, sampling: Sampling) -> Sampling:
     """The draft's parameters: the target's unless given, and only for a dense draft."""
     if draft_sampling is None:
         return sampling
@@ -204,9 +204,9 @@ def verify_draft(
     :class:`Typical` and :class:`Cascade` are lossy: results have ``exact=False``.
 
     A row with temperature 0 needs no coin: drafts are accepted while they are the argmax, under
-    every rule. Except under ``"block"``, rows after the first rejection are not read. Inputs are read in place whatever their strides, and
-    never written to. Without a batch axis (``[K + 1, V]``) all shapes lose ``B``. Leave all noise
-    out and ``mx.random`` supplies it; under ``mx.compile`` capture ``mx.random.state`` then, and
+    every rule. Except under ``"block"``, rows after the first rejection are not read. Inputs are
+    read in place whatever their strides, and never written to. Without a batch axis
+    (``[K + 1, V]``) all shapes lose ``B``. Leave all noise out and ``mx.random`` supplies it; under ``mx.compile`` capture ``mx.random.state`` then, and
     under ``mx.vmap`` pass ``keys`` (one draw would serve all) and return the array fields only.
 
     Args:

@@ -63,7 +63,9 @@ def check_rule(op: str, rule, names: tuple[str, ...]) -> None:
                 raise TypeError(f"[{op}] {name}: expected a number, got {value!r}")
             low, high = _LIMITS[field]
             if not (low <= value <= high and math.isfinite(value)):
-                expected = f"in [{low:g}, {high:g}]" if high < math.inf else f">= {low:g} and finite"
+                expected = (
+                    f"in [{low:g}, {high:g}]" if high < math.inf else f">= {low:g} and finite"
+                )
                 raise ValueError(f"[{op}] {name}: expected a value {expected}, got {value!r}")
     elif not (isinstance(rule, str) and rule in names):
         expected = ", ".join(repr(name) for name in names)
