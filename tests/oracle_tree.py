@@ -230,12 +230,12 @@ class Coins:
         return self.falls[self.place - 1]
 
 
-def emitted_law(given: Tree) -> list[tuple[float, list[int], np.ndarray]]:
+def emitted_law(given: Tree, coins_of=Coins) -> list[tuple[float, list[int], np.ndarray]]:
     """Over all coins: probability, accepted nodes, and the law ``[V]`` of the token after them."""
     laws, open_walks = [], [(1.0, [])]
     while open_walks:
         prob, falls = open_walks.pop()
-        coins = Coins(given, falls)
+        coins = coins_of(given, falls)
         try:
             outcome = walk(given, coins)
         except Coins.Unknown:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from hypothesis import given as hypothesis_given
 from hypothesis import settings
 from oracle_tree import CONTEXT, Tree
 from strategies import tree_problems
+from test_exactness import chi_square
 from tolerances import CHI_SQUARE_P, LOGPROB, TIE, TIE_SHARE
 
 TREE_BACKENDS = [backend for backend in BACKENDS if backend.verify_tree]
@@ -116,12 +118,21 @@ def tree_of(grown: Grown, parents: tuple[int, ...], kind: str) -> Tree:
     )
 
 
-def joint_error(parents: tuple[int, ...], kind: str, gaps: tuple[int, ...] = ()) -> float:
-    """The largest error of the joint law of the first N + 1 tokens, continued by the target."""
+Laws = Callable[[Tree], list[tuple[float, list[int], np.ndarray]]]
+
+
+def joint_error(
+    parents: tuple[int, ...], kind: str, gaps: tuple[int, ...] = (), laws: Laws | None = None
+) -> float:
+    """The largest error of the joint law of the first N + 1 tokens, continued by the target.
+
+    ``laws(tree)``: probability, path, and weights of the next token, of everything that may happen.
+    """
+    laws = laws or oracle_tree.emitted_law
     depth = len(parents) + 1
     emitted = {}
     for grown in grow(parents, kind, gaps):
-        for prob, path, law in oracle_tree.emitted_law(tree_of(grown, parents, kind)):
+        for prob, path, law in laws(tree_of(grown, parents, kind)):
             context = tuple(grown.tokens[node] for node in path)
             emitted[context] = emitted.get(context, 0.0) + grown.prob * prob * law
     assert sum(law.sum() for law in emitted.values()) == pytest.approx(1, abs=1e-12)
@@ -142,6 +153,152 @@ def test_the_law_is_exact(num_nodes, kind):
     """Every tree of up to four nodes, by enumeration of all drafts and all coins."""
     for parents in all_shapes(num_nodes):
         assert joint_error(parents, kind) <= 1e-12, parents
+
+
+@pytest.mark.parametrize("kind", DRAFTS)
+def test_children_that_were_not_drawn_change_no_law(kind):
+    """A node that its draft cannot produce is passed over, and its siblings' law is as without."""
+    for gap in range(4):
+        for parents in ((-1, -1, -1, 0), (-1, -1, 1, 1), (-1, 0, 0, 0)):
+            assert joint_error(parents, kind, (gap,)) <= 1e-12
+
+
+class NaiveCoins(oracle_tree.Coins):
+    """The known wrong rule: every sibling is judged by the target as it was before the first."""
+
+    def __call__(self, node, left, draft):
+        row = self.given.target(self.given.parents[node])
+        return super().__call__(node, left._replace(probs=row.probs), draft)
+
+
+@pytest.mark.parametrize("kind", DRAFTS)
+def test_siblings_must_not_share_the_target(kind):
+    """The control: the enumeration sees a target that is not updated between siblings."""
+
+    def naive(tree):
+        return oracle_tree.emitted_law(tree, NaiveCoins)
+
+    assert joint_error((-1,), kind, laws=naive) <= 1e-12  # an only child is judged rightly
+    assert joint_error((-1, -1), kind, laws=naive) > 0.01
+
+
+def test_the_draft_must_be_renormalised(monkeypatch):
+    """The control: it sees a draft that rejected tokens do not leave."""
+    monkeypatch.setattr(oracle_tree, "without", lambda draft, token: (draft, False))
+    assert joint_error((-1, -1), "with replacement") <= 1e-12
+    assert joint_error((-1, -1), "without replacement") > 0.01
+
+
+# Stratified: the operations themselves, midpoints of a grid over all uniforms
+
+
+def frequencies_of(backend, grid: int) -> Laws:
+    """What the operation does on every cell of the grid."""
+
+    def laws(tree: Tree):
+        N = len(tree.parents)
+        axis = ((np.arange(grid) + 0.5) / grid).astype(np.float32)
+        coins = np.stack(np.meshgrid(*[axis] * (N + 1), indexing="ij"), axis=-1)
+        coins = coins.reshape(-1, N + 1)
+
+        def shared(row) -> mx.array:
+            return mx.broadcast_to(mx.array(row), (len(coins), *np.shape(row)))
+
+        options = {} if tree.one_hot() else {"draft_logits": shared(tree.draft_logits)}
+        result = backend.verify_tree(
+            shared(tree.target_logits),
+            shared(np.array(tree.draft_tokens, np.int32)),
+            shared(np.array(tree.parents, np.int32)),
+            # V is small: the first uniform of the pair has no effect.
+            uniforms=mx.array(np.insert(coins, N, 0.5, axis=1)),
+            replacement=tree.replacement,
+            **options,
+        )
+        assert not (np.array(result.status) & ~np.uint32(oracle.ZERO_DRAFT_PROB)).any()
+        paths, tokens = np.array(result.path), np.array(result.tokens)
+        num_accepted = np.array(result.num_accepted)
+        emitted = tokens[np.arange(len(tokens)), num_accepted]
+        for path in np.unique(paths, axis=0):
+            here = (paths == path).all(axis=1)
+            counts = np.bincount(emitted[here], minlength=V)
+            yield 1 / len(coins), [int(node) for node in path if node >= 0], counts
+
+    return laws
+
+
+@pytest.mark.parametrize("kind", DRAFTS)
+@pytest.mark.parametrize("parents", [(-1,), (-1, -1), (-1, 0)], ids=str)
+def test_stratified(backend, figure, parents, kind):
+    grid = 12 if backend.simulated else 40
+    error = joint_error(parents, kind, laws=frequencies_of(backend, grid))
+    bound = (len(parents) + 1) / grid
+    figure(f"stratified error (bound {bound:.4f})", error)
+    assert error <= bound + TIE
+
+
+# Sampling: chi-square over keyed draws
+
+
+NUM_DRAWS, CHUNK = 200_000, 10_000
+FAMILY = np.array([-1, -1, -1, 0, 0, 1], np.int32)
+SAMPLED_BACKENDS = [backend for backend in TREE_BACKENDS if not backend.simulated]
+
+
+def drawn_siblings(rng, probs: np.ndarray, parents: np.ndarray, replacement: bool) -> np.ndarray:
+    """Tokens ``[B, N]`` from draft rows ``[B, N+1, V]``; where ids have run out it is id 0."""
+    B, N = len(probs), len(parents)
+    tokens = np.zeros((B, N), np.int32)
+    for node, parent in enumerate(parents):
+        left = probs[:, parent + 1].copy()
+        if not replacement:
+            for sibling in np.flatnonzero(parents[:node] == parent):
+                left[np.arange(B), tokens[:, sibling]] = 0
+        cumulative = np.cumsum(left, axis=1)
+        points = rng.random((B, 1)) * cumulative[:, -1:]
+        tokens[:, node] = (cumulative <= points).sum(axis=1) * (cumulative[:, -1] > 0)
+    return tokens
+
+
+@pytest.mark.parametrize("backend", SAMPLED_BACKENDS, ids=lambda backend: backend.name)
+@pytest.mark.parametrize("replacement", [True, False], ids=["with", "without"])
+def test_chi_square(backend, figure, replacement):
+    """V = 16, six nodes, and a target behind the first token that depends on it."""
+    size, N = 16, len(FAMILY)
+    rng = np.random.default_rng(16)
+    first, even, odd = rng.normal(size=(3, size)).astype(np.float32) * 1.5
+    draft = np.stack([-first, *rng.normal(size=(N, size))]).astype(np.float32)
+    draft[1:3] = even
+    probs = np.exp(draft.astype(np.float64))
+    emitted = []
+    for start in range(0, NUM_DRAWS, CHUNK):
+        batch_probs = np.broadcast_to(probs, (CHUNK, *probs.shape))
+        tokens = drawn_siblings(rng, batch_probs, FAMILY, replacement)
+        target = np.zeros((CHUNK, N + 1, size), np.float32)
+        target[:, 0] = first
+        target[:, 1:] = np.where(tokens[..., None] % 2, odd, even)
+        result = backend.verify_tree(
+            mx.array(target),
+            mx.array(tokens),
+            mx.broadcast_to(mx.array(FAMILY), (CHUNK, N)),
+            draft_logits=mx.broadcast_to(mx.array(draft), (CHUNK, N + 1, size)),
+            replacement=replacement,
+            keys=mx.random.split(mx.random.key(start), CHUNK),
+        )
+        assert not np.array(result.status).any()
+        emitted.append(np.array(result.tokens)[:, :2])
+    emitted = np.concatenate(emitted)
+
+    def check(name: str, tokens: np.ndarray, logits: np.ndarray) -> None:
+        law = oracle.distribution(logits, oracle.DEFAULT).probs
+        statistic, p, dof = chi_square(tokens, law, 10**6)
+        figure(f"chi-square of {name} ({dof} degrees of freedom, {len(tokens)} draws)", statistic)
+        assert p > CHI_SQUARE_P
+
+    check("token 0", emitted[:, 0], first)
+    has_second = emitted[:, 1] >= 0
+    for name, parity, logits in (("even", 0, even), ("odd", 1, odd)):
+        here = has_second & (emitted[:, 0] % 2 == parity)
+        check(f"token 1 behind an {name} one", emitted[here, 1], logits)
 
 
 # Replayed noise
@@ -200,21 +357,6 @@ def test_replay(backend, figure):
     figure("share of ties", ties / sequences)
     assert ties <= TIE_SHARE * sequences
     assert accepted > sequences / 4
-
-
-def drawn_siblings(rng, probs: np.ndarray, parents: np.ndarray, replacement: bool) -> np.ndarray:
-    """Tokens ``[B, N]`` from draft rows ``[B, N+1, V]``; ids run out one by one, then it is id 0."""
-    B, N = len(probs), len(parents)
-    tokens = np.zeros((B, N), np.int32)
-    for node, parent in enumerate(parents):
-        left = probs[:, parent + 1].copy()
-        if not replacement:
-            for sibling in np.flatnonzero(parents[:node] == parent):
-                left[np.arange(B), tokens[:, sibling]] = 0
-        cumulative = np.cumsum(left, axis=1)
-        points = rng.random((B, 1)) * cumulative[:, -1:]
-        tokens[:, node] = (cumulative <= points).sum(axis=1) * (cumulative[:, -1] > 0)
-    return tokens
 
 
 MANY_SIBLINGS = np.array([-1, -1, -1, -1, -1, 0, 0, 0, 1, 1, 1, 8, 8])
