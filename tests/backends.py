@@ -6,13 +6,14 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import exactspec
-from exactspec import reference
+from exactspec import reference, reference_tree
 
 
 class Backend(NamedTuple):
     name: str
     verify_draft: Callable[..., exactspec.VerifyResult]
     sample: Callable[..., exactspec.SampleResult]
+    verify_tree: Callable[..., exactspec.TreeResult] | None = None
     fused: bool = True  # a primitive of its own, not composed of mx operations
     simulated: bool = False  # thousands of times slower than the device it stands for
 
@@ -29,7 +30,13 @@ def simulated(operation: str) -> Callable:
 
 
 BACKENDS = [
-    Backend("cpu", exactspec.verify_draft, exactspec.sample),
-    Backend("reference", reference.verify_draft, reference.sample, fused=False),
+    Backend("cpu", exactspec.verify_draft, exactspec.sample, exactspec.verify_tree),
+    Backend(
+        "reference",
+        reference.verify_draft,
+        reference.sample,
+        reference_tree.verify_tree,
+        fused=False,
+    ),
     Backend("metal-sim", simulated("verify_draft"), simulated("sample"), simulated=True),
 ]

@@ -224,11 +224,7 @@ def pick(mass: np.ndarray, uniform: float, doubt: float, at_ends: bool) -> tuple
 
 
 def draw(target: Row, draft: Draft | None, pair: np.ndarray) -> tuple[int, bool]:
-    """A token of the target, or of the residual ``max(target - draft, 0)``; and if it is a tie.
-
-    Inverse CDF in id order, in two levels: ``pair[0]`` chooses a block of DRAW_BLOCK ids,
-    ``pair[1]`` the id inside it.
-    """
+    """A token of the target, or of the residual ``max(target - draft, 0)``; and if it is a tie."""
     size = len(target.probs)
     taken = np.zeros(size) if draft is None else draft.over(size)
     weights = np.maximum(target.probs - taken, 0.0)
@@ -243,14 +239,25 @@ def draw(target: Row, draft: Draft | None, pair: np.ndarray) -> tuple[int, bool]
     if no_mass:
         weights = target.probs
 
-    starts = np.arange(0, size, DRAW_BLOCK)
+    token, draw_tie = draw_weights(weights, rounding, slack, at_ends, pair)
+    return token, bool(tie or draw_tie or target.in_doubt[token])
+
+
+def draw_weights(
+    weights: np.ndarray, rounding: np.ndarray, slack: float, at_ends: bool, pair: np.ndarray
+) -> tuple[int, bool]:
+    """A token of weights ``[V]`` that are off by up to ``rounding [V]``; and if it is a tie.
+
+    Inverse CDF in id order, in two levels: ``pair[0]`` chooses a block of DRAW_BLOCK ids,
+    ``pair[1]`` the id inside it.
+    """
+    starts = np.arange(0, len(weights), DRAW_BLOCK)
     blocks, block_rounding = (np.add.reduceat(x, starts) for x in (weights, rounding))
     block, tie_1 = pick(blocks, pair[0], TIE * blocks.sum() + rounding.sum() + slack, at_ends)
     inside = weights[starts[block] : starts[block] + DRAW_BLOCK]
     doubt = TIE * blocks[block] + block_rounding[block] + slack
     offset, tie_2 = pick(inside, pair[1], doubt, at_ends)
-    token = int(starts[block]) + offset
-    return token, bool(tie or tie_1 or tie_2 or target.in_doubt[token])
+    return int(starts[block]) + offset, tie_1 or tie_2
 
 
 # The operations

@@ -161,14 +161,19 @@ def keyed_uniforms(keys: np.ndarray, K: int) -> np.ndarray:
     return np.concatenate([noise[:, :K], noise[:, 254:]], axis=1)
 
 
-def add_noise(draw, rng, B: int, K: int, op: dict, law: dict, layout: str) -> None:
-    if draw(st.booleans()):
+def add_noise(
+    draw, rng, B: int, K: int, op: dict, law: dict, layout: str, high_coins: bool = False
+) -> None:
+    """Uniforms or keys; ``high_coins`` make rejections likelier, and are never keys."""
+    if not high_coins and draw(st.booleans()):
         keys = rng.integers(0, 2**32, size=(B, 2), dtype=np.uint32)
         keys[:] = keys[:1] if layout == "broadcast" else keys
         op["keys"] = lay_out(keys, mx.uint32, layout)
         law["uniforms"] = keyed_uniforms(keys, K)
     else:
         uniforms = random_uniforms(rng, (B, K + 2))
+        if high_coins:
+            uniforms[:, :K] = np.minimum(uniforms[:, :K] ** 0.1, np.float32(1 - 2.0**-24))
         uniforms[:] = uniforms[:1] if layout == "broadcast" else uniforms
         op["uniforms"] = lay_out(uniforms, mx.float32, layout)
         law["uniforms"] = uniforms
@@ -189,7 +194,7 @@ def dense_rows(rng, target: np.ndarray, columns: np.ndarray) -> np.ndarray:
     """Draft logits near the target's, so that drafts are sometimes accepted and sometimes not."""
     V = target.shape[-1]
     inside = np.where(columns < V, columns, 0)
-    rows = target[:, :-1, inside]
+    rows = target[..., inside]
     strange = logits_rows(rng, (*rows.shape[:2], len(columns)))
     usable = np.isfinite(rows) | (rows == -np.inf)
     rows = np.where(usable & (columns < V), rows, strange)
@@ -200,14 +205,14 @@ def dense_rows(rng, target: np.ndarray, columns: np.ndarray) -> np.ndarray:
 
 
 def sparse_rows(rng, target: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Supports ``[B, K, S]`` with padding and repeated ids; likely target tokens come first."""
+    """Supports ``[B, R, S]`` with padding and repeated ids; likely target tokens come first."""
     B, rows, V = target.shape
     S = int(rng.integers(1, 7))
-    likely = np.argsort(-np.nan_to_num(target[:, :-1]), axis=-1, kind="stable")
-    ids = rng.integers(0, V + 2, size=(B, rows - 1, S))
+    likely = np.argsort(-np.nan_to_num(target), axis=-1, kind="stable")
+    ids = rng.integers(0, V + 2, size=(B, rows, S))
     ids[..., : min(S, V) // 2] = likely[..., : min(S, V) // 2]
     ids[rng.random(ids.shape) < 0.15] = -1
-    probs = rng.dirichlet(np.ones(S), size=(B, rows - 1)).reshape(ids.shape)
+    probs = rng.dirichlet(np.ones(S), size=(B, rows)).reshape(ids.shape)
     probs = np.where(ids >= 0, probs, 0.0)
     with np.errstate(invalid="ignore"):
         probs = np.nan_to_num(probs / probs.sum(axis=-1, keepdims=True))
@@ -217,27 +222,71 @@ def sparse_rows(rng, target: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return ids.astype(np.int32), probs.astype(np.float32)
 
 
-def draft_tokens_for(rng, law: dict, sampling: oracle.Sampling, kind: str) -> np.ndarray:
-    """Tokens drawn from the draft; some are the target's best, any id, or unused."""
-    B, rows, V = law["target_logits"].shape
-    tokens = np.zeros((B, rows - 1), np.int32)
-    for b, i in np.ndindex(tokens.shape):
-        chance = rng.random()
-        draft = None
-        if kind == "sparse":
-            draft = oracle.sparse_draft(law["draft_ids"][b, i], law["draft_probs"][b, i])
-        elif kind != "one_hot" and not sampling.of_sequence(b).bad():
-            logits = law["draft_logits"][b, i]
-            draft = oracle.dense_draft(logits, law.get("draft_vocab"), sampling.of_sequence(b))
-        if chance < 0.05:
-            tokens[b, i] = rng.integers(-2, V + 4)
-        elif chance < 0.08:
-            tokens[b, i] = -1
-        elif chance < 0.3 or draft is None or draft.probs.sum() == 0:
-            tokens[b, i] = np.nan_to_num(law["target_logits"][b, i], nan=-np.inf).argmax()
-        else:
-            tokens[b, i] = rng.choice(draft.ids, p=draft.probs / draft.probs.sum())
-    return tokens
+def draft_of_row(law: dict, sampling: oracle.Sampling, b: int, row: int) -> oracle.Draft | None:
+    """None where the row is bad, or the draft one-hot."""
+    if "draft_ids" in law:
+        return oracle.sparse_draft(law["draft_ids"][b, row], law["draft_probs"][b, row])
+    if "draft_logits" in law and not sampling.of_sequence(b).bad():
+        logits = law["draft_logits"][b, row]
+        return oracle.dense_draft(logits, law.get("draft_vocab"), sampling.of_sequence(b))
+    return None
+
+
+def draft_token(
+    rng, target_logits: np.ndarray, draft: oracle.Draft | None, taken: tuple[int, ...] = ()
+) -> int:
+    """Drawn from the draft without the tokens taken; sometimes the target's best, any, or unused."""
+    chance = rng.random()
+    probs = None if draft is None else np.where(np.isin(draft.ids, taken), 0.0, draft.probs)
+    if chance < 0.05:
+        return int(rng.integers(-2, len(target_logits) + 4))
+    if chance < 0.08:
+        return -1
+    if chance < 0.3 or probs is None or probs.sum() == 0:
+        return int(np.nan_to_num(target_logits, nan=-np.inf).argmax())
+    return int(rng.choice(draft.ids, p=probs / probs.sum()))
+
+
+def add_rows(draw, rng, put, op: dict, law: dict, shape: tuple, num_drafts: int) -> oracle.Sampling:
+    """Target rows ``shape``, rows of some kind of draft, and parameters; those of the draft."""
+    kind = draw(st.sampled_from(DRAFT_KINDS))
+    target = logits_rows(rng, shape)
+    spoil(rng, target)
+    put("target_logits", target, draw(st.sampled_from(DTYPES)))
+    target = law["target_logits"][:, :num_drafts]
+    op["sampling"], law["sampling"] = draw(samplings(rng, shape[0]))
+    draft_sampling = law["sampling"]
+    if kind == "sparse":
+        ids, probs = sparse_rows(rng, target)
+        put("draft_ids", ids, mx.int32)
+        put("draft_probs", probs, mx.float32)
+    elif kind != "one_hot":
+        columns = draft_columns(rng, kind, shape[-1])
+        drafts = dense_rows(rng, target, columns)
+        spoil(rng, drafts)
+        put("draft_logits", drafts, draw(st.sampled_from(DTYPES)))
+        if kind == "vocab":
+            put("draft_vocab", columns, mx.int32)
+        if draw(st.booleans()):
+            op["draft_sampling"], law["draft_sampling"] = draw(samplings(rng, shape[0]))
+            draft_sampling = law["draft_sampling"]
+    return draft_sampling
+
+
+def putter(op: dict, law: dict, layout: str):
+    """``put(name, values, dtype)``: an input laid out for the operation, and for the oracle."""
+
+    def put(name: str, values: np.ndarray, dtype: mx.Dtype) -> None:
+        value_layout = layout
+        if name == "draft_vocab":  # has no batch axis
+            value_layout = "strided" if layout == "strided" else "offset"
+        if value_layout == "broadcast":
+            values = np.broadcast_to(values[:1], values.shape)
+        op[name] = lay_out(values, dtype, value_layout)
+        is_logits = name in ("target_logits", "draft_logits")
+        law[name] = rounded(values, dtype) if is_logits else values
+
+    return put
 
 
 @st.composite
@@ -245,39 +294,16 @@ def verify_problems(draw) -> Problem:
     """Inputs of ``verify_draft``."""
     B, K = draw(st.integers(1, 4)), draw(st.integers(0, 4))
     V = draw(st.sampled_from(VOCAB_SIZES))
-    kind = draw(st.sampled_from(DRAFT_KINDS))
-    dtype, draft_dtype = draw(st.sampled_from(DTYPES)), draw(st.sampled_from(DTYPES))
     layout = draw(st.sampled_from(LAYOUTS))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     op, law = {}, {}
-
-    def put(name: str, values: np.ndarray, value_dtype: mx.Dtype, value_layout: str = layout):
-        if value_layout == "broadcast":
-            values = np.broadcast_to(values[:1], values.shape)
-        op[name] = lay_out(values, value_dtype, value_layout)
-        is_logits = name in ("target_logits", "draft_logits")
-        law[name] = rounded(values, value_dtype) if is_logits else values
-
-    target = logits_rows(rng, (B, K + 1, V))
-    spoil(rng, target)
-    put("target_logits", target, dtype)
-    op["sampling"], law["sampling"] = draw(samplings(rng, B))
-    draft_sampling = law["sampling"]
-    if kind not in ("sparse", "one_hot"):
-        columns = draft_columns(rng, kind, V)
-        drafts = dense_rows(rng, law["target_logits"], columns)
-        spoil(rng, drafts)
-        put("draft_logits", drafts, draft_dtype)
-        if kind == "vocab":
-            put("draft_vocab", columns, mx.int32, "strided" if layout == "strided" else "offset")
-        if draw(st.booleans()):
-            op["draft_sampling"], law["draft_sampling"] = draw(samplings(rng, B))
-            draft_sampling = law["draft_sampling"]
-    elif kind == "sparse":
-        ids, probs = sparse_rows(rng, law["target_logits"])
-        put("draft_ids", ids, mx.int32)
-        put("draft_probs", probs, mx.float32)
-    put("draft_tokens", draft_tokens_for(rng, law, draft_sampling, kind), mx.int32)
+    put = putter(op, law, layout)
+    draft_sampling = add_rows(draw, rng, put, op, law, (B, K + 1, V), K)
+    tokens = np.zeros((B, K), np.int32)
+    for b, i in np.ndindex(tokens.shape):
+        draft = draft_of_row(law, draft_sampling, b, i)
+        tokens[b, i] = draft_token(rng, law["target_logits"][b, i], draft)
+    put("draft_tokens", tokens, mx.int32)
     if draw(st.booleans()):
         lengths = rng.integers(0, K + 1, size=B)
         lengths = np.where(rng.random(B) < 0.1, rng.choice([-1, K + 1], size=B), lengths)
@@ -287,6 +313,48 @@ def verify_problems(draw) -> Problem:
     add_noise(draw, rng, B, K, op, law, layout)
     op["logprobs"] = law["logprobs"] = draw(st.sampled_from([None, "raw", "filtered"]))
     op["stats"] = law["stats"] = draw(st.booleans())
+    return Problem(op, law, hand_over="draft_logits" in op and draw(st.booleans()))
+
+
+def random_parents(rng, B: int, N: int) -> np.ndarray:
+    """Chains, stars and what lies between; a few parents are bad."""
+    parents = np.zeros((B, N), np.int32)
+    for b in range(B):
+        shape = rng.choice(["chain", "star", "star", "narrow", "any"])
+        for node in range(N):
+            least = {"chain": node - 1, "star": -1, "narrow": max(node - 3, -1), "any": -1}[shape]
+            most = {"chain": node - 1, "star": min(node - 1, 0)}.get(shape, node - 1)
+            parents[b, node] = rng.integers(least, most + 1)
+            if rng.random() < 0.02:
+                parents[b, node] = rng.choice([node, node + 1, N + 3, -2])
+    return parents
+
+
+@st.composite
+def tree_problems(draw) -> Problem:
+    """Inputs of ``verify_tree``."""
+    B, N = draw(st.integers(1, 4)), draw(st.integers(0, 8))
+    V = draw(st.sampled_from(VOCAB_SIZES))
+    layout = draw(st.sampled_from(LAYOUTS))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    op, law = {}, {}
+    put = putter(op, law, layout)
+    draft_sampling = add_rows(draw, rng, put, op, law, (B, N + 1, V), N + 1)
+    op["replacement"] = law["replacement"] = draw(st.booleans())
+    put("parents", random_parents(rng, B, N), mx.int32)
+    tokens = np.zeros((B, N), np.int32)
+    for b, node in np.ndindex(tokens.shape):
+        parent = law["parents"][b, node]
+        row = parent + 1 if -1 <= parent < node else 0
+        siblings = tokens[b, :node][law["parents"][b, :node] == parent]
+        taken = () if law["replacement"] else siblings
+        draft = draft_of_row(law, draft_sampling, b, row)
+        tokens[b, node] = draft_token(rng, law["target_logits"][b, row], draft, taken)
+    put("draft_tokens", tokens, mx.int32)
+    if draw(st.booleans()):
+        put("token_bitmask", random_bitmask(rng, (B, N + 1), V), mx.int32)
+    add_noise(draw, rng, B, N, op, law, layout, high_coins=draw(st.booleans()))
+    op["logprobs"] = law["logprobs"] = draw(st.sampled_from([None, "raw", "filtered"]))
     return Problem(op, law, hand_over="draft_logits" in op and draw(st.booleans()))
 
 
