@@ -241,7 +241,7 @@ def test_a_tree_that_is_too_deep():
         def draft(self, limit, key):
             return Draft(mx.array([1, 2, 3]), parents=[-1, 0, 1])
 
-    with pytest.raises(ValueError, match=r"drafter: expected at most 1 draft tokens in a row .* got 3"):
+    with pytest.raises(ValueError, match=r"expected at most 1 draft tokens in a row .* got 3"):
         run(tiny_llama(), max_tokens=2, drafter=Deep())
 
 
