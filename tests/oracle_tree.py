@@ -307,9 +307,7 @@ def verify_tree(
                 logs[b, i] = oracle.raw_logprob(target_logits[b, row], tokens[b, i])
             elif logprobs == "filtered":
                 logs[b, i] = np.log(target.probs[tokens[b, i]])
-    return Verified(
-        tokens, path, num_accepted, status, logs if logprobs else None, ties, doubtful
-    )
+    return Verified(tokens, path, num_accepted, status, logs if logprobs else None, ties, doubtful)
 
 
 def decide(given: Tree, uniforms: np.ndarray) -> tuple[Outcome, int, bool]:

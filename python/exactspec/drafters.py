@@ -214,7 +214,44 @@ class PromptLookup(Drafter):
         return tokens, parents
 
 
-class DraftModel(Drafter):
+class _ModelDrafter(Drafter):
+    """What drafters with a model of their own share: its cache goes along with the text."""
+
+    def __init__(self, model: Any, tokenizer: Any, prompt_cache: list[Any] | None):
+        self.model = model
+        self.tokenizer = tokenizer
+        self.prompt_cache = prompt_cache
+        self._model: CachedModel | None = None
+
+    def _begin(
+        self, prompt: list[int], tokenizer: Any, max_tokens: int, is_tree: bool = False
+    ) -> None:
+        self._model = None
+        op = type(self).__name__
+        if not same_tokenizer(self.tokenizer, tokenizer):
+            raise ValueError(
+                f"[{op}] tokenizer: expected the target's tokenizer, got another one; a draft "
+                "model must come from the same family as the target"
+            )
+        model = CachedModel(self.model, self.prompt_cache)
+        model.check_trimmable(op, len(prompt) + max_tokens)
+        if is_tree:
+            model.check_tree(op)
+        model.settle(prompt, 0)
+        try:
+            model.prefill()
+        except BaseException:
+            # The target has not seen the prompt: both caches stay what they were.
+            model.forget(len(prompt))
+            raise
+        self._model = model
+
+    def finish(self) -> None:
+        if self._model is not None:
+            self._model.finish()
+
+
+class DraftModel(_ModelDrafter):
     """Proposes tokens drawn from a smaller model of the same tokenizer.
 
     Each token is drawn by ``exactspec.sample``; the logits and their normalisers go to
@@ -247,12 +284,9 @@ class DraftModel(Drafter):
         _check_integer("DraftModel", "num_draft_tokens", num_draft_tokens, 1, MAX_DRAFT_TOKENS)
         if sampling is not None:
             check_sampling("DraftModel", "sampling", sampling)
-        self.model = model
-        self.tokenizer = tokenizer
+        super().__init__(model, tokenizer, prompt_cache)
         self.num_draft_tokens = num_draft_tokens
         self.sampling = sampling
-        self.prompt_cache = prompt_cache
-        self._model: CachedModel | None = None
 
     def begin(
         self,
@@ -264,21 +298,10 @@ class DraftModel(Drafter):
         rule: Rule,
         position: int,
     ) -> None:
-        self._model = None
-        _check_tokenizer("DraftModel", self.tokenizer, tokenizer)
+        self._begin(prompt, tokenizer, max_tokens)
         self._sampling = sampling if self.sampling is None else self.sampling
         self._rule = rule
         self._position = position
-        model = CachedModel(self.model, self.prompt_cache)
-        model.check_trimmable("DraftModel", len(prompt) + max_tokens)
-        model.settle(prompt, 0)
-        try:
-            model.prefill()
-        except BaseException:
-            # The target has not seen the prompt: both caches stay what they were.
-            model.forget(len(prompt))
-            raise
-        self._model = model
 
     def draft(self, limit: int, key: mx.array) -> Draft:
         count = min(limit, self.num_draft_tokens)
@@ -311,12 +334,8 @@ class DraftModel(Drafter):
         self._position += len(tokens)
         self._model.settle(tokens, num_accepted)
 
-    def finish(self) -> None:
-        if self._model is not None:
-            self._model.finish()
 
-
-class DraftTree(Drafter):
+class DraftTree(_ModelDrafter):
     """Proposes a tree: the likeliest continuations under a smaller model of the same tokenizer.
 
     Each of a node's children is certain to be proposed, so it is verified as a one-hot draft by
@@ -328,13 +347,21 @@ class DraftTree(Drafter):
         tokenizer: its tokenizer, which must be the target's.
         widths: children of the text, of each of those, and so on: ``(3, 2, 1)`` proposes three
             tokens, two after each of them and one after each of those. At most 254 in total.
+        prompt_cache: as for ``DraftModel``.
 
     Raises:
         TypeError, ValueError: for widths out of range; when a text begins, for a target with
             another tokenizer, or a rule other than ``"token"``.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, widths: Sequence[int] = (3, 2, 1)):
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        widths: Sequence[int] = (3, 2, 1),
+        *,
+        prompt_cache: list[Any] | None = None,
+    ):
         widths = tuple(widths)
         for width in widths:
             _check_integer("DraftTree", "widths", width, 1)
@@ -344,8 +371,7 @@ class DraftTree(Drafter):
                 f"[DraftTree] widths: expected a tree of 1 to {MAX_DRAFT_TOKENS} tokens, got "
                 f"{total} with {widths}"
             )
-        self.model = model
-        self.tokenizer = tokenizer
+        super().__init__(model, tokenizer, prompt_cache)
         self.widths = widths
 
     def begin(
@@ -359,11 +385,7 @@ class DraftTree(Drafter):
         position: int,
     ) -> None:
         _check_rule_fits("DraftTree", rule, is_tree=True)
-        _check_tokenizer("DraftTree", self.tokenizer, tokenizer)
-        self._model = CachedModel(self.model)
-        self._model.check_tree("DraftTree")
-        self._model.settle(prompt, 0)
-        self._model.prefill()
+        self._begin(prompt, tokenizer, max_tokens, is_tree=True)
 
     def draft(self, limit: int, key: mx.array) -> Draft:
         widths = self.widths[:limit]
@@ -371,9 +393,10 @@ class DraftTree(Drafter):
         parents: list[int] = []
         row = self._model.feed(mx.zeros((0,), mx.int32))[-1:]
         for depth, width in enumerate(widths):
-            levels.append(mx.flatten(_likeliest(row, width)))
+            children = _likeliest(row, width)
+            levels.append(mx.flatten(children))
             first = len(parents) - row.shape[0] if depth else -1  # of the nodes that get children
-            new = [first + i // width for i in range(levels[-1].size)]
+            new = [first + i // children.shape[1] for i in range(children.size)]
             parents += new
             if depth + 1 < len(widths):
                 row = self._model.feed_tree(levels[-1], new)
@@ -391,7 +414,8 @@ class DraftTree(Drafter):
 
 
 def _likeliest(rows: mx.array, count: int) -> mx.array:
-    """Ids ``[n, count]`` of the largest values of rows ``[n, V]``, in descending order."""
+    """Ids ``[n, min(count, V)]`` of the largest values of rows ``[n, V]``, in descending order."""
+    count = min(count, rows.shape[1])
     ids = mx.argpartition(-rows, count - 1, axis=-1)[:, :count]
     order = mx.argsort(-mx.take_along_axis(rows, ids, axis=-1), axis=-1)
     return mx.take_along_axis(ids, order, axis=-1).astype(mx.int32)
@@ -403,14 +427,6 @@ def _check_rule_fits(op: str, rule: Rule, is_tree: bool) -> None:
         raise ValueError(f"[{op}] rule: expected 'token' for a tree of drafts, got {rule!r}")
     if isinstance(rule, Cascade):
         raise ValueError(f"[{op}] rule: expected one that fits certain drafts, got {rule!r}")
-
-
-def _check_tokenizer(op: str, own: Any, targets: Any) -> None:
-    if not same_tokenizer(own, targets):
-        raise ValueError(
-            f"[{op}] tokenizer: expected the target's tokenizer, got another one; a draft model "
-            "must come from the same family as the target"
-        )
 
 
 def _check_integer(op: str, argument: str, value: Any, least: int, most: float = math.inf) -> None:

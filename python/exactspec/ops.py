@@ -206,8 +206,9 @@ def verify_draft(
     A row with temperature 0 needs no coin: drafts are accepted while they are the argmax, under
     every rule. Except under ``"block"``, rows after the first rejection are not read. Inputs are
     read in place whatever their strides, and never written to. Without a batch axis
-    (``[K + 1, V]``) all shapes lose ``B``. Leave all noise out and ``mx.random`` supplies it; under ``mx.compile`` capture ``mx.random.state`` then, and
-    under ``mx.vmap`` pass ``keys`` (one draw would serve all) and return the array fields only.
+    (``[K + 1, V]``) all shapes lose ``B``. Leave all noise out and ``mx.random`` supplies it; under
+    ``mx.compile`` capture ``mx.random.state`` then, and under ``mx.vmap`` pass ``keys`` (one draw
+    would serve all) and return the array fields only.
 
     Args:
         target_logits: ``[B, K + 1, V]`` float32, float16 or bfloat16. Row ``i`` predicts draft slot
