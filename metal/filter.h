@@ -1,5 +1,5 @@
 // Where the filters cut a row. All filters keep a prefix of the order "logit descending, then id
-// ascending", so the cut is one (logit, id). It is found by a radix search over 64-bit keys whose bins
+// ascending", so the cut is one position in that order. It is searched for by bins of positions that
 // hold integer counts and integer masses: atomics on them give the same bits in any order.
 #pragma once
 
@@ -9,16 +9,16 @@ namespace exactspec {
 
 // Threadgroup memory of the search.
 struct FilterMemory {
-  threadgroup atomic_uint* count; // [DIGIT_BINS]
-  threadgroup atomic_uint* mass_low; // [DIGIT_BINS]
-  threadgroup atomic_uint* mass_high; // [DIGIT_BINS]
-  threadgroup uint2* candidates; // [MAX_CANDIDATES]
-  threadgroup atomic_uint* scalar; // [4]
-  threadgroup uint* found; // [8]
+  threadgroup atomic_uint* count; // [FILTER_BINS]
+  threadgroup atomic_uint* mass_low; // [FILTER_BINS]
+  threadgroup atomic_uint* mass_high; // [FILTER_BINS]
+  threadgroup ulong* candidates; // [MAX_CANDIDATES], positions
+  threadgroup atomic_uint* scalar; // [2]
+  threadgroup uint* found; // [4]
 };
 
 enum FilterScalar : int { NUM_CANDIDATES, FLOOR_KEY };
-enum FilterFound : int { FOUND_DIGIT, FOUND_COUNT, BEFORE_COUNT, BEFORE_LOW, BEFORE_HIGH, MASS_LOW, MASS_HIGH };
+enum FilterFound : int { FOUND_BIN, BEFORE_COUNT, BEFORE_LOW, BEFORE_HIGH };
 
 // Keys compare like logits; -0 equals +0.
 inline uint logit_key(float logit) {
@@ -44,67 +44,46 @@ struct Cut {
   float mass; // of the kept ids, at the temperature of the search
 };
 
+// Narrows an interval of positions until one is left. A position is (key of the logit, id from the
+// end) as one integer, so that larger ones come first; a 16-bit logit's key has 16 bits or a few more.
 class RankSearch {
  public:
   // `tid` of `num_threads` threads; every thread of the group makes the same calls.
-  RankSearch(Row row_, const device float4* partials_, float max_, float temperature_,
+  RankSearch(Row row_, const device float4* partials_, float max_, float temperature_, float total_,
              FilterMemory memory_, uint tid_, uint num_threads_)
-      : row(row_), partials(partials_), max(max_), temperature(temperature_), memory(memory_),
-        tid(tid_), num_threads(num_threads_), lane(ushort(tid_ % LANES)) {}
+      : row(row_), partials(partials_), max_logit(max_), temperature(temperature_), total(total_),
+        memory(memory_), tid(tid_), num_threads(num_threads_), lane(ushort(tid_ % LANES)),
+        dropped(row_.dtype == DTYPE_FLOAT32 ? 0 : row_.dtype == DTYPE_FLOAT16 ? 13 : 16), id_bits(0) {
+    while ((row.size - 1) >> id_bits > 0) {
+      ++id_bits;
+    }
+  }
 
   // The last id of the shortest prefix that holds `limit` ids or a mass of `mass` (a fraction of
   // 2**-MASS_BITS each), among ids whose logit is at least `floor`.
   Cut run(uint limit, ulong mass, float floor) {
-    uint prefix = 0;
-    uint logit_prefix = 0;
-    uint left = limit;
-    ulong mass_left = mass;
+    low = position(max(floor, -FLT_MAX), row.size - 1);
+    high = position(max_logit, 0);
+    // First bins of equal width in the logit: float keys would spend most of them near 0. Without a
+    // useful floor, a multiple of the distance to the logit of average weight covers most of a row.
+    float spread = 4 * temperature * log(row.size / total);
+    linear = FILTER_BINS / clamp(min(max_logit - floor, spread), 1e-30f, 1e30f);
     ulong kept = 0;
-    Cut cut;
-    // 16-bit logits are told apart by the first two digits of their key.
-    const int last_logit_level = row.dtype == DTYPE_FLOAT32 ? 2 : 1;
-    bool compact = false;
-    for (int level = 0; level < 6; ++level) {
-      if (level > last_logit_level && level < 3) {
-        continue;
-      }
-      if (level == 3 && row.size <= (1 << (32 - DIGIT_BITS))) {
-        prefix = (1u << DIGIT_BITS) - 1; // the same for all ids of such a vocabulary
-        continue;
-      }
-      count_digits(level, prefix, logit_prefix, floor, compact);
-      if (level == 0) {
-        uint total = atomic_load_explicit(&memory.scalar[NUM_CANDIDATES], memory_order_relaxed);
-        compact = total <= MAX_CANDIDATES;
-        left = min(left, total);
-      }
-      find_digit(left, mass_left);
-      uint digit = memory.found[FOUND_DIGIT];
+    bool on_chip = false;
+    do {
+      count(on_chip);
+      on_chip = atomic_load_explicit(&memory.scalar[NUM_CANDIDATES], memory_order_relaxed) <= MAX_CANDIDATES;
+      find_bin(limit, mass);
       ulong before = join(memory.found[BEFORE_LOW], memory.found[BEFORE_HIGH]);
-      left -= memory.found[BEFORE_COUNT];
-      mass_left -= mass_left == ~0ul ? 0 : before;
-      kept += level < 3 ? before : 0;
-      prefix = (prefix << digit_bits(level)) | digit;
-      uint ties = memory.found[FOUND_COUNT];
-      ulong tied_mass = join(memory.found[MASS_LOW], memory.found[MASS_HIGH]);
-      if (level == last_logit_level) {
-        logit_prefix = level == 2 ? prefix : complete(prefix);
-        ulong each = tied_mass / ties;
-        ulong wanted = mass_left == ~0ul || each == 0 ? left : (mass_left + each - 1) / each;
-        left = uint(min(ulong(left), wanted));
-        kept += each * left;
-        cut.logit = key_logit(logit_prefix);
-        cut.id = row.size - 1;
-        if (left == ties) {
-          break;
-        }
-        mass_left = ~0ul;
-        prefix = 0;
-      } else if (level == 5) {
-        cut.id = int(~prefix);
-      }
-    }
-    cut.mass = float(kept) * exp2(-float(MASS_BITS));
+      limit -= memory.found[BEFORE_COUNT];
+      mass -= before;
+      kept += before;
+      narrow(memory.found[FOUND_BIN]);
+    } while (low < high);
+    Cut cut;
+    cut.logit = logit(high);
+    cut.id = row.size - 1 - int(high & ((1ul << id_bits) - 1));
+    cut.mass = float(kept + weight(high)) * exp2(-float(MASS_BITS));
     return cut;
   }
 
@@ -130,131 +109,165 @@ class RankSearch {
   }
 
  private:
-  static int digit_bits(int level) { return level % 3 == 2 ? 32 - 2 * DIGIT_BITS : DIGIT_BITS; }
-  static int digit_shift(int level) { return level % 3 == 2 ? 0 : 32 - (level % 3 + 1) * DIGIT_BITS; }
-
-  // The low bits of a 16-bit logit's key, which its first digits leave out.
-  static uint complete(uint prefix) {
-    const int missing = 32 - 2 * DIGIT_BITS;
-    uint key = prefix << missing;
-    return key & 0x80000000u ? key : key | ((1u << missing) - 1);
+  ulong position(float logit, int id) const {
+    return (ulong(logit_key(logit) >> dropped) << id_bits) | uint(row.size - 1 - id);
   }
 
-  // The last digit of an id is looked for in a single block.
-  static bool may_match(int block, int level, uint prefix) {
-    const int ids_per_prefix = 1 << (32 - 2 * DIGIT_BITS);
-    int first = int(~prefix & ((1u << (2 * DIGIT_BITS)) - 1)) * ids_per_prefix;
-    return level < 5 || first / DRAW_BLOCK == block;
+  float logit(ulong position) const {
+    uint key = uint(position >> id_bits) << dropped;
+    return key_logit(key & 0x80000000u ? key : key | ((1u << dropped) - 1));
   }
 
-  void add(uint2 key, int level, uint prefix, uint logit_prefix) {
-    uint word = level < 3 ? key.x : key.y;
-    int shift = digit_shift(level);
-    int bits = digit_bits(level);
-    bool tied = level < 3 || key.x == logit_prefix;
-    bool matches = level % 3 == 0 || (word >> (shift + bits)) == prefix;
-    if (!tied || !matches) {
-      return;
+  // As a fraction of 2**-MASS_BITS.
+  ulong weight(ulong position) const {
+    return ulong(exp((logit(position) - max_logit) / temperature) * exp2(float(MASS_BITS)));
+  }
+
+  // Rises as positions fall.
+  uint bin(ulong position) const {
+    if (linear > 0) {
+      return uint(min((max_logit - logit(position)) * linear, FILTER_BINS - 1.0f));
     }
-    uint bin = (word >> shift) & ((1u << bits) - 1);
-    atomic_fetch_add_explicit(&memory.count[bin], 1u, memory_order_relaxed);
-    if (level < 3) {
-      float weight = exp((key_logit(key.x) - max) / temperature);
-      ulong fixed = ulong(weight * exp2(float(MASS_BITS)));
-      uint low = uint(fixed);
-      uint old = atomic_fetch_add_explicit(&memory.mass_low[bin], low, memory_order_relaxed);
-      uint carry = old + low < low ? 1 : 0;
-      atomic_fetch_add_explicit(&memory.mass_high[bin], uint(fixed >> 32) + carry, memory_order_relaxed);
+    return uint((high - position) >> shift);
+  }
+
+  // The lowest position of the interval whose bin is at most `last`.
+  ulong lowest(uint last) const {
+    ulong from = low;
+    ulong to = high;
+    while (from < to) {
+      ulong middle = from + (to - from) / 2;
+      if (bin(middle) <= last) {
+        to = middle;
+      } else {
+        from = middle + 1;
+      }
+    }
+    return from;
+  }
+
+  // The interval becomes one bin; its bins are then of equal width in the position.
+  void narrow(uint chosen) {
+    ulong new_low = lowest(chosen);
+    high = chosen > 0 ? lowest(chosen - 1) - 1 : high;
+    low = new_low;
+    linear = 0;
+    shift = 0;
+    while ((high - low) >> shift >= FILTER_BINS) {
+      ++shift;
     }
   }
 
-  // Counts and masses of one digit, over the candidates on chip or over the row.
-  void count_digits(int level, uint prefix, uint logit_prefix, float floor, bool compact) {
-    for (uint bin = tid; bin < DIGIT_BINS; bin += num_threads) {
-      atomic_store_explicit(&memory.count[bin], 0u, memory_order_relaxed);
-      atomic_store_explicit(&memory.mass_low[bin], 0u, memory_order_relaxed);
-      atomic_store_explicit(&memory.mass_high[bin], 0u, memory_order_relaxed);
+  // Whether a block may hold positions of the interval.
+  bool may_match(int block) const {
+    int first = block * DRAW_BLOCK;
+    bool one_logit = low >> id_bits == high >> id_bits;
+    int last = min(first + DRAW_BLOCK, row.size) - 1;
+    float block_max = partials[block].x;
+    return position(block_max, first) >= low && !(one_logit && position(logit(high), last) > high);
+  }
+
+  // Counts and masses of the bins, over the candidates on chip or over the row, whose candidates go on
+  // chip if they fit.
+  void count(bool on_chip) {
+    collects = !on_chip;
+    for (uint i = tid; i < FILTER_BINS; i += num_threads) {
+      atomic_store_explicit(&memory.count[i], 0u, memory_order_relaxed);
+      atomic_store_explicit(&memory.mass_low[i], 0u, memory_order_relaxed);
+      atomic_store_explicit(&memory.mass_high[i], 0u, memory_order_relaxed);
     }
-    if (level == 0 && tid == 0) {
+    if (tid == 0 && !on_chip) {
       atomic_store_explicit(&memory.scalar[NUM_CANDIDATES], 0u, memory_order_relaxed);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    if (compact) {
-      uint total = atomic_load_explicit(&memory.scalar[NUM_CANDIDATES], memory_order_relaxed);
-      for (uint i = tid; i < total; i += num_threads) {
-        add(memory.candidates[i], level, prefix, logit_prefix);
+    if (on_chip) {
+      uint num = atomic_load_explicit(&memory.scalar[NUM_CANDIDATES], memory_order_relaxed);
+      for (uint i = tid; i < num; i += num_threads) {
+        add(memory.candidates[i]);
       }
     } else {
       for (int block = tid / LANES; block < row.num_blocks(); block += num_threads / LANES) {
-        if (partials[block].x >= floor && may_match(block, level, prefix)) {
-          count_block(block, level, prefix, logit_prefix, floor);
+        if (may_match(block)) {
+          count_block(block);
         }
       }
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
 
-  void count_block(int block, int level, uint prefix, uint logit_prefix, float floor) {
-    UNROLLED(c, CHUNKS) {
+  void count_block(int block) {
+    const float smallest = logit(low);
+    for (int c = 0; c < CHUNKS; ++c) {
       float x[READS];
       int first = held_id(block, c, lane);
       row.load(first, true, x);
       UNROLLED(j, READS) {
-        if (!(x[j] >= floor) || x[j] == -INFINITY) {
-          continue;
-        }
-        uint2 key = uint2(logit_key(x[j]), ~uint(first + j));
-        add(key, level, prefix, logit_prefix);
-        if (level == 0) {
-          uint at = atomic_fetch_add_explicit(&memory.scalar[NUM_CANDIDATES], 1u, memory_order_relaxed);
-          if (at < MAX_CANDIDATES) {
-            memory.candidates[at] = key;
-          }
+        if (x[j] >= smallest) {
+          add(position(x[j], first + j));
         }
       }
     }
   }
 
-  ulong bin_mass(uint bin) {
-    return join(atomic_load_explicit(&memory.mass_low[bin], memory_order_relaxed),
-                atomic_load_explicit(&memory.mass_high[bin], memory_order_relaxed));
+  void add(ulong position) {
+    if (position < low || position > high) {
+      return;
+    }
+    uint i = bin(position);
+    ulong mass = weight(position);
+    uint mass_low = uint(mass);
+    atomic_fetch_add_explicit(&memory.count[i], 1u, memory_order_relaxed);
+    uint old = atomic_fetch_add_explicit(&memory.mass_low[i], mass_low, memory_order_relaxed);
+    uint carry = old + mass_low < mass_low ? 1 : 0;
+    atomic_fetch_add_explicit(&memory.mass_high[i], uint(mass >> 32) + carry, memory_order_relaxed);
+    if (collects) {
+      uint at = atomic_fetch_add_explicit(&memory.scalar[NUM_CANDIDATES], 1u, memory_order_relaxed);
+      collects = at < MAX_CANDIDATES;
+      if (collects) {
+        memory.candidates[at] = position;
+      }
+    }
   }
 
-  // The first bin, from the top, that reaches the count or the mass; the first simdgroup walks.
-  void find_digit(uint left, ulong mass_left) {
+  ulong bin_mass(uint i) const {
+    return join(atomic_load_explicit(&memory.mass_low[i], memory_order_relaxed),
+                atomic_load_explicit(&memory.mass_high[i], memory_order_relaxed));
+  }
+
+  // The first bin that reaches the count or the mass, else the last that holds any; the first
+  // simdgroup walks.
+  void find_bin(uint limit, ulong mass) {
     if (tid < LANES) {
-      const uint per_lane = DIGIT_BINS / LANES;
-      uint top = DIGIT_BINS - 1 - lane * per_lane;
-      uint count = 0;
-      ulong mass = 0;
+      const uint per_lane = FILTER_BINS / LANES;
+      const uint first = lane * per_lane;
+      uint own_count = 0;
+      ulong own_mass = 0;
       for (uint i = 0; i < per_lane; ++i) {
-        count += atomic_load_explicit(&memory.count[top - i], memory_order_relaxed);
-        mass += bin_mass(top - i);
+        own_count += atomic_load_explicit(&memory.count[first + i], memory_order_relaxed);
+        own_mass += bin_mass(first + i);
       }
-      uint count_to = count;
-      ulong mass_to = mass;
+      uint count_to = own_count;
+      ulong mass_to = own_mass;
       for (ushort d = 1; d < LANES; d *= 2) {
         uint c = simd_shuffle_up(count_to, d);
-        uint low = simd_shuffle_up(uint(mass_to), d);
-        uint high = simd_shuffle_up(uint(mass_to >> 32), d);
+        uint low_word = simd_shuffle_up(uint(mass_to), d);
+        uint high_word = simd_shuffle_up(uint(mass_to >> 32), d);
         count_to += lane >= d ? c : 0;
-        mass_to += lane >= d ? join(low, high) : 0ul;
+        mass_to += lane >= d ? join(low_word, high_word) : 0ul;
       }
-      uint chosen = first_lane(count_to >= left || mass_to >= mass_left, lane);
+      limit = min(limit, simd_shuffle(count_to, LANES - 1));
+      uint chosen = first_lane(count_to >= limit || mass_to >= mass, lane);
       if (lane == chosen) {
-        uint before_count = count_to - count;
-        ulong before_mass = mass_to - mass;
-        for (uint i = 0; i < per_lane; ++i) {
-          uint c = atomic_load_explicit(&memory.count[top - i], memory_order_relaxed);
-          ulong m = bin_mass(top - i);
-          if (c > 0 && (before_count + c >= left || before_mass + m >= mass_left)) {
-            memory.found[FOUND_DIGIT] = top - i;
-            memory.found[FOUND_COUNT] = c;
+        uint before_count = count_to - own_count;
+        ulong before_mass = mass_to - own_mass;
+        for (uint i = first; i < first + per_lane; ++i) {
+          uint c = atomic_load_explicit(&memory.count[i], memory_order_relaxed);
+          ulong m = bin_mass(i);
+          if (before_count + c >= limit || before_mass + m >= mass) {
+            memory.found[FOUND_BIN] = i;
             memory.found[BEFORE_COUNT] = before_count;
             memory.found[BEFORE_LOW] = uint(before_mass);
             memory.found[BEFORE_HIGH] = uint(before_mass >> 32);
-            memory.found[MASS_LOW] = uint(m);
-            memory.found[MASS_HIGH] = uint(m >> 32);
             break;
           }
           before_count += c;
@@ -267,12 +280,20 @@ class RankSearch {
 
   Row row;
   const device float4* partials;
-  float max;
+  float max_logit;
   float temperature;
+  float total; // mass of the row
   FilterMemory memory;
   uint tid;
   uint num_threads;
   ushort lane;
+  int dropped; // bits of a key that are the same for all logits of one sign
+  int id_bits;
+  ulong low; // the interval
+  ulong high;
+  float linear; // bins per unit of the logit; 0: bins of 2**shift positions
+  int shift;
+  bool collects; // until there is no room
 };
 
 // Sum of the kept weights, by the whole threadgroup; blocks below the cutoff are not read. `scratch`
@@ -319,7 +340,7 @@ inline Distribution filter_row(Row row, RowSampling sampling, const device float
   bool known_mass = false;
 
   if (use_top_k || use_top_p) {
-    RankSearch search(row, partials, max, temperature, memory, tid, num_threads);
+    RankSearch search(row, partials, max, temperature, total, memory, tid, num_threads);
     uint limit = use_top_k ? uint(sampling.top_k) : uint(row.size);
     float floor = limit <= uint(num_blocks) ? search.block_floor(limit) : -INFINITY;
     const float unit = exp2(float(MASS_BITS));

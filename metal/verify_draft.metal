@@ -49,12 +49,12 @@ using namespace exactspec;
   Sequence sequence(buffers, int(b), tid, threads.x)
 
 #define FILTER_MEMORY \
-  threadgroup atomic_uint bin_count[DIGIT_BINS]; \
-  threadgroup atomic_uint bin_mass_low[DIGIT_BINS]; \
-  threadgroup atomic_uint bin_mass_high[DIGIT_BINS]; \
-  threadgroup uint2 candidates[MAX_CANDIDATES]; \
-  threadgroup atomic_uint scalars[4]; \
-  threadgroup uint found[8]; \
+  threadgroup atomic_uint bin_count[FILTER_BINS]; \
+  threadgroup atomic_uint bin_mass_low[FILTER_BINS]; \
+  threadgroup atomic_uint bin_mass_high[FILTER_BINS]; \
+  threadgroup ulong candidates[MAX_CANDIDATES]; \
+  threadgroup atomic_uint scalars[2]; \
+  threadgroup uint found[4]; \
   FilterMemory memory = {bin_count, bin_mass_low, bin_mass_high, candidates, scalars, found}
 
 // Grid (ceil(row_blocks / simdgroups), rows, B): a simdgroup reduces a block.

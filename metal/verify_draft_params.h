@@ -82,7 +82,7 @@ enum : int { LANES = 32, READS = 8, CHUNKS = DRAW_BLOCK / (LANES * READS), HELD 
 // Threads of a threadgroup, at most; also the fewest that a kernel accepts are one simdgroup.
 enum : int { MAX_THREADS = 512, MAX_SIMDGROUPS = MAX_THREADS / LANES };
 
-// Filter search: digits of a 64-bit key (logit, id), and candidates kept on chip.
-enum : int { DIGIT_BITS = 11, DIGIT_BINS = 1 << DIGIT_BITS, MAX_CANDIDATES = 512, MASS_BITS = 40 };
+// Filter search: bins, and candidates kept on chip.
+enum : int { FILTER_BINS = 2048, MAX_CANDIDATES = 512, MASS_BITS = 40 };
 
 } // namespace exactspec
