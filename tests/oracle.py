@@ -26,6 +26,22 @@ NON_FINITE_TARGET, BAD_DRAFT, OUT_OF_RANGE, ZERO_DRAFT_PROB, BAD_PARAMETER = 1, 
 Number = float | np.ndarray
 
 
+class Typical(NamedTuple):
+    """A lossy rule: accept what the target finds plausible."""
+
+    epsilon: float = 0.09
+    delta: float = 0.3
+
+
+class Cascade(NamedTuple):
+    """A lossy rule: accept where the draft is about as confident as the target."""
+
+    alpha: float = 0.0
+
+
+Rule = str | Typical | Cascade
+
+
 class Sampling(NamedTuple):
     """Each field but ``order`` is a number or an array ``[B]``."""
 
@@ -57,6 +73,7 @@ class Row(NamedTuple):
     """A filtered distribution, its four-number summary, and what float32 leaves in doubt."""
 
     probs: np.ndarray  # [V]
+    scaled: np.ndarray  # [V]: (logit - largest) / temperature
     stats: np.ndarray  # [4]: largest logit, log of the kept weights' sum, cutoff logit, cutoff id
     in_doubt: np.ndarray  # [V] bool: ids a filter may or may not keep, or of a flushed weight
     slack: float  # relative change of every probability if all the ids in doubt were kept, or none
@@ -161,10 +178,11 @@ def distribution(logits: np.ndarray, sampling: Sampling) -> Row:
     order = np.argsort(-logits, kind="stable")
     below = logits[order] - logits[order[0]]
     with np.errstate(over="ignore"):
-        if sampling.greedy():
-            tempered = (np.arange(len(below)) == 0).astype(np.float64)
-        else:
-            tempered = np.exp(below / sampling.temperature)
+        scaled = below if sampling.greedy() else below / sampling.temperature
+    if sampling.greedy():
+        tempered = (np.arange(len(below)) == 0).astype(np.float64)
+    else:
+        tempered = np.exp(scaled)
     untempered = np.exp(below)
     measured = untempered if sampling.order == "temperature_last" else tempered
     sure, kept, possible = (1, 1, 1) if sampling.greedy() else kept_counts(measured, sampling)
@@ -172,13 +190,14 @@ def distribution(logits: np.ndarray, sampling: Sampling) -> Row:
     total = tempered[:kept].sum()
     probs, in_doubt = np.zeros(len(logits)), np.zeros(len(logits), bool)
     probs[order[:kept]] = tempered[:kept] / total
+    scaled[order] = scaled.copy()
     in_doubt[order[sure:possible]] = True
     flushed = (tempered > 0) & (tempered < FLUSHED_WEIGHT)
     in_doubt[order[:possible][flushed[:possible]]] = True
     slack = tempered[:possible].sum() / tempered[:sure].sum() - 1
     cutoff = order[kept - 1]
     stats = np.array([logits[order[0]], np.log(total), logits[cutoff], cutoff])
-    return Row(probs, stats, in_doubt, slack)
+    return Row(probs, scaled, stats, in_doubt, slack)
 
 
 def dense_draft(logits: np.ndarray, vocab: np.ndarray | None, sampling: Sampling) -> Draft | None:
@@ -223,16 +242,35 @@ def pick(mass: np.ndarray, uniform: float, doubt: float, at_ends: bool) -> tuple
     return int(index), bool(near_low or near_high)
 
 
-def draw(target: Row, draft: Draft | None, pair: np.ndarray) -> tuple[int, bool]:
-    """A token of the target, or of the residual ``max(target - draft, 0)``; and if it is a tie."""
-    size = len(target.probs)
-    taken = np.zeros(size) if draft is None else draft.over(size)
-    weights = np.maximum(target.probs - taken, 0.0)
-    rounding = PROBABILITY * (target.probs + taken)
+class Weight(NamedTuple):
+    """A factor of the target, and the largest relative error that float32 may give it."""
+
+    value: float
+    error: float
+
+
+ONE = Weight(1.0, 0.0)
+
+
+def residual(target: Row, draft: Draft | None, weight: Weight) -> tuple[np.ndarray, np.ndarray]:
+    """``weight * target - draft`` ``[V]``, negative values too, and the rounding of each."""
+    scaled = weight.value * target.probs
+    taken = np.zeros(len(scaled)) if draft is None else draft.over(len(scaled))
+    rounding = PROBABILITY * (scaled + taken) + weight.error * scaled
+    return scaled - taken, np.where(scaled > 0, rounding, 0.0)
+
+
+def draw(
+    target: Row, draft: Draft | None, pair: np.ndarray, weight: Weight = ONE
+) -> tuple[int, bool]:
+    """A token of the target, or of ``max(weight * target - draft, 0)``; and if it is a tie."""
+    left, rounding = residual(target, draft, weight)
+    weights = np.maximum(left, 0.0)
+    rounding = np.where(left < -rounding, 0.0, rounding)
     slack = target.slack + (0.0 if draft is None else draft.slack)
     # Where both are equal up to rounding, float32 may leave an id mass that the law does not.
-    unclear = ((target.probs > 0) & (taken > 0) & (abs(target.probs - taken) <= rounding)).any()
-    at_ends = slack > 0 or bool(unclear)
+    unclear = draft is not None and bool(((rounding > 0) & (abs(left) <= rounding)).any())
+    at_ends = slack > 0 or unclear
 
     no_mass = weights.sum() == 0
     tie = draft is not None and weights.sum() <= rounding.sum() + slack and at_ends
@@ -258,6 +296,59 @@ def draw_weights(
     doubt = TIE * blocks[block] + block_rounding[block] + slack
     offset, tie_2 = pick(inside, pair[1], doubt, at_ends)
     return int(starts[block]) + offset, tie_1 or tie_2
+
+
+# The noise of the coupled rule
+
+
+def threefry2x32(key: np.ndarray, first: np.ndarray, second: np.ndarray) -> list[np.ndarray]:
+    """Threefry-2x32 with 20 rounds (Salmon et al. 2011) of counters ``(first, second)``, uint32."""
+    schedule = [*np.asarray(key, np.uint32), np.uint32(0x1BD11BDA) ^ key[0] ^ key[1]]
+    words = [np.uint32(first) + schedule[0], np.uint32(second) + schedule[1]]
+    turns = [13, 15, 26, 6, 17, 29, 16, 24]
+    for round_number in range(1, 21):
+        turn = np.uint32(turns[(round_number - 1) % 8])
+        words[0] = words[0] + words[1]
+        words[1] = (words[1] << turn) | (words[1] >> (np.uint32(32) - turn))
+        words[1] = words[1] ^ words[0]
+        if round_number % 4 == 0:
+            injection = round_number // 4
+            words[0] = words[0] + schedule[injection % 3]
+            words[1] = words[1] + schedule[(injection + 1) % 3] + np.uint32(injection)
+    return words
+
+
+def gumbel_of(words: np.ndarray) -> np.ndarray:
+    """Standard Gumbel noise of random words, uint32.
+
+    The uniform that a word stands for is a float32 by definition, one rounding of an exact product
+    plus 2**-33, so that every implementation has the same; the logarithms are the law's.
+    """
+    words = np.asarray(words, np.uint32).astype(np.float32)
+    x = words * np.float32(2.0**-32) + np.float32(2.0**-33)
+    x = np.minimum(x, np.float32(1 - 2.0**-24)).astype(np.float64)
+    return -np.log(-np.log1p(-x))
+
+
+def gumbel(key: np.ndarray, position: int, size: int) -> np.ndarray:
+    """The noise of ids ``0..size-1`` at a position: a function of key, position and id alone."""
+    ids = np.arange(size)
+    pairs = (ids >> 1).astype(np.uint32)
+    with np.errstate(over="ignore"):  # arithmetic modulo 2**32
+        words = threefry2x32(key, np.full(size, position % 2**32, np.uint32), pairs)
+    return gumbel_of(np.where(ids & 1, words[1], words[0]))
+
+
+def choose(target: Row, greedy: bool, key: np.ndarray, position: int) -> tuple[int, bool]:
+    """The kept id of the largest ``scaled + noise``, the lowest of equals; and if it is a tie."""
+    if greedy:
+        return int(target.probs.argmax()), False
+    scores = target.scaled + gumbel(key, position, len(target.probs))
+    best = int(np.where(target.probs > 0, scores, -np.inf).argmax())
+    possible = (target.probs > 0) | target.in_doubt
+    possible[best] = False
+    rival = scores[possible].max(initial=-np.inf)
+    return best, bool(rival >= scores[best] - TIE or target.in_doubt[best])
 
 
 # The operations
@@ -290,7 +381,10 @@ class Sequence(NamedTuple):
     draft_stats: np.ndarray | None  # [K, 4]
     sampling: Sampling
     draft_sampling: Sampling
-    uniforms: np.ndarray  # [K+2]
+    rule: Rule
+    uniforms: np.ndarray | None  # [K+2]
+    key: np.ndarray | None  # [2], of the coupled rule
+    position: int | None
     token_bitmask: np.ndarray | None  # [K+1, ceil(V/32)]
 
     def num_draft_tokens(self) -> int:
@@ -337,15 +431,45 @@ class Decision(NamedTuple):
     tie: bool
 
 
+def draw_target(given: Sequence, i: int, target: Row) -> tuple[int, bool]:
+    """The target's own token of row ``i``, and if it is a tie."""
+    if given.rule == "coupled":
+        return choose(target, given.sampling.greedy(), given.key, given.position + i)
+    return draw(target, None, exact(given.uniforms[-2:]))
+
+
+def is_typical(target: Row, token: int, rule: Typical) -> tuple[bool, bool]:
+    """Whether the typical rule accepts, and if that is a tie."""
+    target_prob = target.probs[token] if token < len(target.probs) else 0.0
+    epsilon, delta = exact(rule.epsilon), exact(rule.delta)
+    spread = entropy(target.probs)
+    threshold = min(epsilon, delta * np.exp(-spread))
+    larger = max(target_prob, threshold)
+    margin = (TIE * (1 + spread) + 20 * target.slack) * larger
+    tie = min(target_prob, threshold) > 0 and abs(target_prob - threshold) <= margin
+    if token < len(target.probs):
+        tie |= target.in_doubt[token]
+    return bool(target_prob > threshold), bool(tie)
+
+
+def defers(target: Row, draft: Draft, rule: Cascade) -> tuple[bool, bool]:
+    """Whether a cascade leaves the slot to the target, and if that is a tie.
+
+    The draft's confidence is that of its likeliest column or entry, at most 1.
+    """
+    confidence = min(draft.probs.max(initial=0.0), 1.0)
+    lead = target.probs.max() - exact(rule.alpha) - confidence
+    return bool(lead > 0), bool(abs(lead) <= TIE + target.slack + draft.slack)
+
+
 def decide(given: Sequence) -> Decision:
     """Accept a prefix of the draft and draw the token after it."""
-    status, tie = 0, False
     n = given.num_draft_tokens()
     if given.sampling.bad() or (given.draft_logits is not None and given.draft_sampling.bad()):
         return Decision(0, PLACEHOLDER, BAD_PARAMETER, False)
-    if given.draft_length not in (None, n):
-        status |= OUT_OF_RANGE
-    coins, pair = np.split(exact(given.uniforms), [-2])
+    status, tie = 0 if given.draft_length in (None, n) else OUT_OF_RANGE, False
+    if given.rule == "block" and not given.sampling.greedy():
+        return decide_block(given, n, status)
 
     for i in range(n):
         target = given.target(i)
@@ -354,37 +478,120 @@ def decide(given: Sequence) -> Decision:
         token = given.draft_tokens[i]
         in_vocab = 0 <= token < len(target.probs)
         if not given.producible(i):
-            token, draw_tie = draw(target, None, pair)
+            token, draw_tie = draw_target(given, i, target)
             return Decision(i, token, status | OUT_OF_RANGE, tie or draw_tie)
         if not in_vocab:
             status |= OUT_OF_RANGE
-        target_prob = float(target.probs[token]) if in_vocab else 0.0
 
-        if given.sampling.greedy():  # the draft row is not read
-            if target_prob == 1:
-                continue
-            return Decision(i, int(target.probs.argmax()), status, tie)
+        if given.sampling.greedy() or given.rule == "coupled":  # the draft row is not read
+            choice, draw_tie = draw_target(given, i, target)
+            tie |= draw_tie
+            if token != choice:
+                return Decision(i, choice, status, tie)
+            continue
+        if isinstance(given.rule, Typical):  # nor here
+            accepted, near = is_typical(target, token, given.rule)
+            tie |= near
+            if not accepted:
+                token, draw_tie = draw_target(given, i, target)
+                return Decision(i, token, status, tie or draw_tie)
+            continue
 
         draft = given.draft(i)
         if draft is None:
             return Decision(i, PLACEHOLDER, status | BAD_DRAFT, tie)
+        target_prob = float(target.probs[token]) if in_vocab else 0.0
         draft_prob = draft.of(token)
         if draft_prob == 0:
             status |= ZERO_DRAFT_PROB
-        threshold = coins[i] * draft_prob
+        threshold = float(exact(given.uniforms[i])) * draft_prob
+        if isinstance(given.rule, Cascade):
+            is_deferred, near = defers(target, draft, given.rule)
+            tie |= near
+            threshold *= is_deferred
         margin = TIE * draft_prob + target.slack * target_prob + draft.slack * threshold
         tie |= 0 < min(target_prob, draft_prob) and abs(threshold - target_prob) <= margin
         tie |= in_vocab and bool(target.in_doubt[token])
         tie |= bool(draft.in_doubt[draft.ids == token].any())
         if not threshold < target_prob:
-            token, draw_tie = draw(target, draft, pair)
+            token, draw_tie = draw(target, draft, exact(given.uniforms[-2:]))
             return Decision(i, token, status, tie or draw_tie)
 
     target = given.target(n)
     if target is None:
         return Decision(n, PLACEHOLDER, status | NON_FINITE_TARGET, tie)
-    token, draw_tie = draw(target, None, pair)
+    token, draw_tie = draw_target(given, n, target)
     return Decision(n, token, status, tie or draw_tie)
+
+
+def next_weight(before: Weight, target_prob: float, draft_prob: float, error: float) -> Weight:
+    """``w_i`` of block verification; ``error`` is the relative one of the two probabilities."""
+    if target_prob == 0 or before.value == 0:
+        return Weight(0.0, 0.0)
+    if draft_prob == 0:
+        return ONE
+    value, error = before.value * target_prob / draft_prob, before.error + error
+    return ONE if value * (1 - error) >= 1 else Weight(min(value, 1.0), error)
+
+
+def accept_probs(target: Row, draft: Draft, weight: Weight) -> tuple[float, float, float]:
+    """``h_i`` of block verification for ``0 < i < n``: the least, the law's, the largest."""
+    left, rounding = residual(target, draft, weight)
+    slack = target.slack + draft.slack
+    result = []
+    for sign in (-1, 0, 1):
+        mass = np.maximum(left + sign * rounding, 0.0).sum()
+        mass = max(mass + sign * slack * (1 + weight.value), 0.0)
+        missing = 1 - min(weight.value * (1 + sign * weight.error), 1.0)
+        result.append(mass / (mass + missing) if mass + missing > 0 else 1.0)
+    return tuple(result)
+
+
+def decide_block(given: Sequence, n: int, status: int) -> Decision:
+    """``rule="block"``: all rows of the draft are read, then the longest prefix that passes."""
+    targets, drafts, weights, tie = [], [], [ONE], False
+    for i in range(n + 1):
+        target = given.target(i)
+        if target is None:
+            return Decision(0, PLACEHOLDER, status | NON_FINITE_TARGET, tie)
+        targets.append(target)
+        if i == n:
+            break
+        token = given.draft_tokens[i]
+        if not given.producible(i):
+            status, n = status | OUT_OF_RANGE, i  # the draft ends here
+            break
+        in_vocab = token < len(target.probs)
+        if not in_vocab:
+            status |= OUT_OF_RANGE
+        draft = given.draft(i)
+        if draft is None:
+            return Decision(0, PLACEHOLDER, status | BAD_DRAFT, tie)
+        drafts.append(draft)
+        target_prob = float(target.probs[token]) if in_vocab else 0.0
+        draft_prob = draft.of(token)
+        if draft_prob == 0:
+            status |= ZERO_DRAFT_PROB
+        tie |= in_vocab and bool(target.in_doubt[token])
+        tie |= bool(draft.in_doubt[draft.ids == token].any())
+        error = 2 * PROBABILITY + target.slack + draft.slack
+        weights.append(next_weight(weights[-1], target_prob, draft_prob, error))
+
+    pair = exact(given.uniforms[-2:])
+    for i in range(n, 0, -1):
+        weight = weights[i]
+        if i == n:
+            low, h, high = (weight.value * (1 + sign * weight.error) for sign in (-1, 0, 1))
+        else:
+            low, h, high = accept_probs(targets[i], drafts[i], weight)
+        coin = float(exact(given.uniforms[i - 1]))
+        tie |= low < 1 and high > 0 and low - TIE <= coin <= high + TIE
+        if coin < h:
+            draft, weight = (None, ONE) if i == n else (drafts[i], weight)
+            token, draw_tie = draw(targets[i], draft, pair, weight)
+            return Decision(i, token, status, bool(tie or draw_tie))
+    token, draw_tie = draw(targets[0], drafts[0] if n else None, pair)
+    return Decision(0, token, status, bool(tie or draw_tie))
 
 
 def slot_stats(given: Sequence, i: int) -> tuple[list[float], bool]:
@@ -419,12 +626,15 @@ def verify_draft(
     draft_stats: np.ndarray | None = None,
     sampling: Sampling = DEFAULT,
     draft_sampling: Sampling | None = None,
-    uniforms: np.ndarray,
+    rule: Rule = "token",
+    uniforms: np.ndarray | None = None,
+    keys: np.ndarray | None = None,
+    positions: np.ndarray | None = None,
     token_bitmask: np.ndarray | None = None,
     logprobs: str | None = None,
     stats: bool = False,
 ) -> Verified:
-    """``rule="token"`` on a batch: shapes as the operation's."""
+    """A batch: shapes as the operation's. ``keys`` and ``positions`` for the coupled rule only."""
     B, K = target_logits.shape[0], target_logits.shape[1] - 1
     tokens = np.full((B, K + 1), PLACEHOLDER, np.int32)
     num_accepted, status = np.zeros(B, np.int32), np.zeros(B, np.uint32)
@@ -447,7 +657,10 @@ def verify_draft(
             of_sequence(draft_stats, b),
             sampling.of_sequence(b),
             (draft_sampling or sampling).of_sequence(b),
-            uniforms[b],
+            rule,
+            of_sequence(uniforms, b),
+            of_sequence(keys, b),
+            None if positions is None else int(positions[b]),
             of_sequence(token_bitmask, b),
         )
         accepted, next_token, status[b], ties[b] = decide(given)
@@ -487,11 +700,14 @@ def sample(
     logits: np.ndarray,
     sampling: Sampling = DEFAULT,
     *,
-    uniforms: np.ndarray,
+    rule: str = "independent",
+    uniforms: np.ndarray | None = None,
+    keys: np.ndarray | None = None,
+    positions: np.ndarray | None = None,
     token_bitmask: np.ndarray | None = None,
     logprobs: str | None = None,
 ) -> Sampled:
-    """``rule="independent"`` on a batch: shapes as the operation's."""
+    """A batch: shapes as the operation's. ``keys`` and ``positions`` for the coupled rule only."""
     B = len(logits)
     tokens, status = np.full(B, PLACEHOLDER, np.int32), np.zeros(B, np.uint32)
     logs, row_stats = np.full(B, np.nan), np.full((B, 4), np.nan)
@@ -506,7 +722,11 @@ def sample(
             status[b] |= NON_FINITE_TARGET
         else:
             row = distribution(row_logits, row_sampling)
-            tokens[b], ties[b] = draw(row, None, exact(uniforms[b]))
+            if rule == "coupled":
+                position = int(positions[b])
+                tokens[b], ties[b] = choose(row, row_sampling.greedy(), keys[b], position)
+            else:
+                tokens[b], ties[b] = draw(row, None, exact(uniforms[b]))
             row_stats[b], doubtful[b] = row.stats, row.slack > 0
             if logprobs == "raw":
                 logs[b] = raw_logprob(logits[b], tokens[b])

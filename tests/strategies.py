@@ -13,18 +13,22 @@ import hypothesis.strategies as st
 import mlx.core as mx
 import numpy as np
 import oracle
-from exactspec import Sampling
+from exactspec import Cascade, Sampling, Typical
 from hypothesis import given, settings
 
 VOCAB_SIZES = (1, 2, 3, 5, 8, 31, 32, 33, 100, 257, 2047, 2048, 2049, 4096, 4100)
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 LAYOUTS = ("contiguous", "offset", "transposed", "strided", "broadcast")
 DRAFT_KINDS = ("dense", "padded", "shorter", "vocab", "sparse", "one_hot")
+RULES = ("token", "block", "coupled", "typical", "cascade")
 
 TEMPERATURES = (1.0, 0.5, 2.0, 0.1, 1e-12, 0.0)
 TOP_KS = (0, 1, 2, 3, 50, -1, 10**6)
 TOP_PS = (1.0, 0.0, 0.1, 0.5, 0.9, 0.999)
 MIN_PS = (0.0, 0.05, 0.3, 0.9)
+EPSILONS = (0.09, 0.0, 0.5, 1.0)
+DELTAS = (0.3, 0.0, 1.0, 5.0)
+ALPHAS = (0.0, -1.0, -0.3, 0.1, 0.5, 1.0)
 BAD_TEMPERATURES = (np.nan, np.inf, -1.0)
 # Arrays are not checked for these, and the filters' definitions hold: off, and the first id alone.
 TOP_PS_OUT_OF_RANGE = (1.5,)
@@ -162,21 +166,39 @@ def keyed_uniforms(keys: np.ndarray, K: int) -> np.ndarray:
 
 
 def add_noise(
-    draw, rng, B: int, K: int, op: dict, law: dict, layout: str, high_coins: bool = False
+    draw,
+    rng,
+    B: int,
+    K: int,
+    op: dict,
+    law: dict,
+    layout: str,
+    rule: str = "token",
+    high_coins: bool = False,
 ) -> None:
-    """Uniforms or keys; ``high_coins`` make rejections likelier, and are never keys."""
-    if not high_coins and draw(st.booleans()):
-        keys = rng.integers(0, 2**32, size=(B, 2), dtype=np.uint32)
-        keys[:] = keys[:1] if layout == "broadcast" else keys
+    """Uniforms, or keys for them; keys and positions where noise is a function of those.
+
+    ``high_coins`` make rejections likelier, and are never keys.
+    """
+
+    def shared(values: np.ndarray) -> np.ndarray:
+        return np.broadcast_to(values[:1], values.shape) if layout == "broadcast" else values
+
+    keys = shared(rng.integers(0, 2**32, size=(B, 2), dtype=np.uint32))
+    if rule == "coupled":
+        positions = rng.choice([0, 1, int(rng.integers(10**6)), 2**31 - 1 - K], size=B)
+        law["keys"], law["positions"] = keys, shared(positions.astype(np.int32))
+        op["keys"] = lay_out(keys, mx.uint32, layout)
+        op["positions"] = lay_out(law["positions"], mx.int32, layout)
+    elif not high_coins and draw(st.booleans()):
         op["keys"] = lay_out(keys, mx.uint32, layout)
         law["uniforms"] = keyed_uniforms(keys, K)
     else:
         uniforms = random_uniforms(rng, (B, K + 2))
         if high_coins:
             uniforms[:, :K] = np.minimum(uniforms[:, :K] ** 0.1, np.float32(1 - 2.0**-24))
-        uniforms[:] = uniforms[:1] if layout == "broadcast" else uniforms
-        op["uniforms"] = lay_out(uniforms, mx.float32, layout)
-        law["uniforms"] = uniforms
+        law["uniforms"] = shared(uniforms)
+        op["uniforms"] = lay_out(law["uniforms"], mx.float32, layout)
 
 
 def draft_columns(rng, kind: str, V: int) -> np.ndarray:
@@ -247,9 +269,11 @@ def draft_token(
     return int(rng.choice(draft.ids, p=probs / probs.sum()))
 
 
-def add_rows(draw, rng, put, op: dict, law: dict, shape: tuple, num_drafts: int) -> oracle.Sampling:
+def add_rows(
+    draw, rng, put, op: dict, law: dict, shape: tuple, num_drafts: int, kinds: tuple = DRAFT_KINDS
+) -> oracle.Sampling:
     """Target rows ``shape``, rows of some kind of draft, and parameters; those of the draft."""
-    kind = draw(st.sampled_from(DRAFT_KINDS))
+    kind = draw(st.sampled_from(kinds))
     target = logits_rows(rng, shape)
     spoil(rng, target)
     put("target_logits", target, draw(st.sampled_from(DTYPES)))
@@ -289,28 +313,57 @@ def putter(op: dict, law: dict, layout: str):
     return put
 
 
+def shared_choice(law: dict, b: int, i: int) -> int:
+    """What the target chooses at slot ``i`` by shared noise; -1 if its row is bad."""
+    at = slice(b, b + 1)
+    chosen = oracle.sample(
+        law["target_logits"][at, i],
+        law["sampling"].of_sequence(b),
+        rule="coupled",
+        keys=law["keys"][at],
+        positions=law["positions"][at] + i,
+        token_bitmask=law["token_bitmask"][at, i] if "token_bitmask" in law else None,
+    )
+    return int(chosen.tokens[0])
+
+
+def random_rule(draw, rule: str) -> tuple:
+    """One of ``RULES`` as the operation and the oracle take it, with drawn parameters."""
+    if rule == "typical":
+        parameters = draw(st.sampled_from(EPSILONS)), draw(st.sampled_from(DELTAS))
+        return Typical(*parameters), oracle.Typical(*parameters)
+    if rule == "cascade":
+        alpha = draw(st.sampled_from(ALPHAS))
+        return Cascade(alpha), oracle.Cascade(alpha)
+    return rule, rule
+
+
 @st.composite
-def verify_problems(draw) -> Problem:
-    """Inputs of ``verify_draft``."""
+def verify_problems(draw, rule: str) -> Problem:
+    """Inputs of ``verify_draft`` for one of ``RULES``."""
     B, K = draw(st.integers(1, 4)), draw(st.integers(0, 4))
     V = draw(st.sampled_from(VOCAB_SIZES))
     layout = draw(st.sampled_from(LAYOUTS))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     op, law = {}, {}
+    op["rule"], law["rule"] = random_rule(draw, rule)
     put = putter(op, law, layout)
-    draft_sampling = add_rows(draw, rng, put, op, law, (B, K + 1, V), K)
-    tokens = np.zeros((B, K), np.int32)
-    for b, i in np.ndindex(tokens.shape):
-        draft = draft_of_row(law, draft_sampling, b, i)
-        tokens[b, i] = draft_token(rng, law["target_logits"][b, i], draft)
-    put("draft_tokens", tokens, mx.int32)
+    kinds = DRAFT_KINDS[:-1] if rule == "cascade" else DRAFT_KINDS
+    draft_sampling = add_rows(draw, rng, put, op, law, (B, K + 1, V), K, kinds)
     if draw(st.booleans()):
         lengths = rng.integers(0, K + 1, size=B)
         lengths = np.where(rng.random(B) < 0.1, rng.choice([-1, K + 1], size=B), lengths)
         put("draft_lengths", lengths.astype(np.int32), mx.int32)
     if draw(st.booleans()):
         put("token_bitmask", random_bitmask(rng, (B, K + 1), V), mx.int32)
-    add_noise(draw, rng, B, K, op, law, layout)
+    add_noise(draw, rng, B, K, op, law, layout, rule)
+    tokens = np.zeros((B, K), np.int32)
+    for b, i in np.ndindex(tokens.shape):
+        draft = draft_of_row(law, draft_sampling, b, i)
+        tokens[b, i] = draft_token(rng, law["target_logits"][b, i], draft)
+        if rule == "coupled" and rng.random() < 0.8:
+            tokens[b, i] = shared_choice(law, b, i)
+    put("draft_tokens", tokens, mx.int32)
     op["logprobs"] = law["logprobs"] = draw(st.sampled_from([None, "raw", "filtered"]))
     op["stats"] = law["stats"] = draw(st.booleans())
     return Problem(op, law, hand_over="draft_logits" in op and draw(st.booleans()))
@@ -359,12 +412,12 @@ def tree_problems(draw) -> Problem:
 
 
 @st.composite
-def sample_problems(draw) -> Problem:
-    """Inputs of ``sample``."""
+def sample_problems(draw, rule: str) -> Problem:
+    """Inputs of ``sample`` for one of its rules."""
     B, V = draw(st.integers(1, 6)), draw(st.sampled_from(VOCAB_SIZES))
     dtype, layout = draw(st.sampled_from(DTYPES)), draw(st.sampled_from(LAYOUTS))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    op, law = {}, {}
+    op, law = {"rule": rule}, {"rule": rule}
     logits = logits_rows(rng, (B, V))
     spoil(rng, logits)
     if layout == "broadcast":
@@ -377,18 +430,20 @@ def sample_problems(draw) -> Problem:
             bitmask[:] = bitmask[:1]
         op["token_bitmask"] = lay_out(bitmask, mx.int32, layout)
         law["token_bitmask"] = bitmask
-    add_noise(draw, rng, B, 0, op, law, layout)
+    add_noise(draw, rng, B, 0, op, law, layout, rule)
     op["logprobs"] = law["logprobs"] = draw(st.sampled_from([None, "raw", "filtered"]))
     return Problem(op, law)
 
 
 def replay(
-    problems: st.SearchStrategy[Problem], check: Callable[[Problem], tuple[int, int]]
+    problems: st.SearchStrategy[Problem],
+    check: Callable[[Problem], tuple[int, int]],
+    max_examples: int = 500,
 ) -> float:
     """``check`` many problems; the share of ties among the rows, both of which it counts."""
     seen = []
 
-    @settings(max_examples=500, derandomize=True, deadline=None, database=None)
+    @settings(max_examples=max_examples, derandomize=True, deadline=None, database=None)
     @given(problems)
     def check_one(problem):
         seen.append(check(problem))

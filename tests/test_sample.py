@@ -53,9 +53,10 @@ def check_replay(backend, problem) -> tuple[int, int]:
     return len(clear), int(wanted.ties.sum())
 
 
-def test_replay(backend, figure):
-    """The same uniforms give the oracle's ids, on all kinds of input."""
-    ties = replay(sample_problems(), lambda problem: check_replay(backend, problem))
+@pytest.mark.parametrize("rule", ["independent", "coupled"])
+def test_replay(backend, figure, rule):
+    """The same noise gives the oracle's ids, on all kinds of input."""
+    ties = replay(sample_problems(rule), lambda problem: check_replay(backend, problem), 300)
     figure("share of ties", ties)
     assert ties <= TIE_SHARE
 
