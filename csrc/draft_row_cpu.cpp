@@ -142,7 +142,7 @@ float DraftRow::largest() const {
   for (const Entry& entry : sparse_) {
     largest = std::max(largest, probs_[entry.column]);
   }
-  return largest;
+  return std::min(largest, 1.0f); // the mass may be up to kMaxSparseMass
 }
 
 float DraftRow::entropy() const {

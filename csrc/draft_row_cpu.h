@@ -46,7 +46,7 @@ class DraftRow {
   // Of everything the draft can produce but the given ids: exactly 0 where nothing else is likely.
   double mass_without(const std::vector<int>& ids) const;
 
-  // The probability of the likeliest column or entry.
+  // The probability of the likeliest column or entry; repeated ids stay apart.
   float largest() const;
 
   // In nats, over everything the draft can produce, repeated ids merged.

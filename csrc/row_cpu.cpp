@@ -323,7 +323,7 @@ int draw(const Row& row, const RowSummary& summary, const float* u) {
 }
 
 int coupled_choice(
-    const Row& row, const RowSummary& summary, std::pair<uint32_t, uint32_t> key, int position) {
+    const Row& row, const RowSummary& summary, std::pair<uint32_t, uint32_t> key, uint32_t position) {
   const Distribution& dist = summary.dist;
   if (dist.greedy) {
     return dist.cutoff_id;
@@ -341,7 +341,7 @@ int coupled_choice(
     int n = row.block_size(block);
     float x[DRAW_BLOCK], g[DRAW_BLOCK];
     row.load(first, n, x);
-    block_gumbel(key.first, key.second, static_cast<uint32_t>(position), first, n, g);
+    block_gumbel(key.first, key.second, position, first, n, g);
     for (int j = 0; j < n; ++j) {
       float score = (x[j] - dist.max) / dist.temperature + g[j];
       if (dist.keeps(x[j], first + j) && score > best[block].score) {

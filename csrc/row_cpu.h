@@ -137,7 +137,7 @@ int draw(const Row& row, const RowSummary& summary, const float* u);
 // The kept id of the largest (logit - max) / temperature + G(key, position, id) with the Gumbel noise
 // of block_gumbel; the lowest id on ties. A greedy row ignores the noise.
 int coupled_choice(
-    const Row& row, const RowSummary& summary, std::pair<uint32_t, uint32_t> key, int position);
+    const Row& row, const RowSummary& summary, std::pair<uint32_t, uint32_t> key, uint32_t position);
 
 // Log-probability of a token of this row: under the filtered distribution, or log-softmax of the
 // logits as given, mask ignored.

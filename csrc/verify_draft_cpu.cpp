@@ -225,8 +225,8 @@ class Sequence {
     for (int i = n - 1; i > 0; --i) {
       auto mass = residual_mass(i, weight[i]);
       double sum = std::accumulate(mass.begin(), mass.end(), 0.0);
-      double rest = sum + 1 - weight[i];
-      if (rest == 0 || job_.noise.coin(b_, i - 1) < sum / rest) {
+      double all = sum + (1 - weight[i]); // in this order, or a small sum is lost
+      if (all == 0 || job_.noise.coin(b_, i - 1) < sum / all) {
         num_accepted_ = i;
         return draw_residual(i, weight[i], mass);
       }
@@ -237,7 +237,7 @@ class Sequence {
   // The target's own choice at row i, by the draw's pair or by the noise of its position.
   int draw_target(int i) {
     if (rule().kind == Rule::Coupled) {
-      int position = *job_.positions.at<int32_t>(b_) + i;
+      auto position = static_cast<uint32_t>(*job_.positions.at<int32_t>(b_)) + i;
       return coupled_choice(target_row(i), target(i), job_.noise.key(b_), position);
     }
     float u[2];

@@ -6,6 +6,8 @@ computed, or run them to check the fused ones. They never wait for a value, so t
 ``mx.compile`` and ``mx.vmap``, but they read and write the vocabulary many times over.
 
 Speculative sampling: Leviathan et al. 2211.17192, algorithm 1; Chen et al. 2302.01318, algorithm 2.
+Block verification: Sun et al. 2403.10444, algorithm 2. Shared Gumbel noise: Daliri et al.
+2408.07978. The lossy rules: Cai et al. 2401.10774; Narasimhan et al. 2405.19261.
 
 Shapes: ``B`` sequences, ``K`` draft slots, ``V`` token ids, ``R`` rows of logits, ``S`` entries of
 a draft distribution. Distributions are float32.
@@ -21,6 +23,7 @@ import mlx.core as mx
 
 from . import ops
 from .ops import SampleResult, Status, Stream, VerifyResult, VerifyStats
+from .rules import Cascade, Rule, Typical, is_exact
 from .sampling import Number, Sampling
 
 DRAW_BLOCK = 2048
@@ -76,6 +79,7 @@ class Prefix(NamedTuple):
         status: uint32 ``[B]``.
         emits: bool ``[B]``, whether there is a next token (no bad row was met).
         from_residual: bool ``[B]``, whether it comes from the residual or the target row as it is.
+        weight: ``[B]``, the target's factor in the residual.
     """
 
     length: mx.array
@@ -83,6 +87,7 @@ class Prefix(NamedTuple):
     status: mx.array
     emits: mx.array
     from_residual: mx.array
+    weight: mx.array
 
 
 # What mx lacks
@@ -355,38 +360,58 @@ def num_draft_tokens(
     return length, lengths != length
 
 
+def accepted_slots(
+    rule: Rule, target: Rows, draft: Draft, tokens: mx.array, coins: Optional[mx.array]
+) -> mx.array:
+    """Bool ``[B, K]``: the rule accepts the slot's token, given that the earlier ones were.
+
+    Of a temperature above 0, and rows that are good. Under ``"block"`` the last slots decide, so
+    that none is turned down here. Not for ``"coupled"``.
+    """
+    K = tokens.shape[-1]
+    target_prob = prob_of(None, target.probs[:, :K], tokens)
+    if rule == "block":
+        return mx.ones(tokens.shape, mx.bool_)
+    if isinstance(rule, Typical):
+        plausible = rule.delta * mx.exp(-entropy(target.probs[:, :K]))
+        return target_prob > mx.minimum(rule.epsilon, plausible)
+    thresholds = coins * prob_of(draft.ids, draft.probs, tokens)
+    if isinstance(rule, Cascade):
+        confidence = mx.max(mx.pad(draft.probs, [(0, 0), (0, 0), (0, 1)]), axis=-1)
+        target_confidence = mx.max(target.probs[:, :K], axis=-1)
+        defers = mx.minimum(confidence, 1.0) < target_confidence - rule.alpha
+        thresholds = mx.where(defers, thresholds, 0.0)
+    # Strictly less: a token the target cannot produce stays out also when the coin is 0.
+    return thresholds < target_prob
+
+
 def accept_prefix(
     target: Rows,
     draft: Draft,
     tokens: mx.array,
     lengths: Optional[mx.array],
-    coins: mx.array,
-    greedy: mx.array,
+    accepted: mx.array,
+    reads_draft: mx.array,
 ) -> Prefix:
-    """Judge the slots ``[B, K]`` one after the other, until one does not pass.
+    """Go through the slots ``[B, K]`` one after the other, until one does not pass.
 
-    ``greedy`` ``[B, 1]``: the target's temperature is 0, so its argmax decides without a coin and
-    the draft row is not read.
+    ``reads_draft`` ``[B, 1]``: the rule depends on the draft's rows, so that they must be good.
     """
     K, vocab_size = tokens.shape[-1], target.logits.shape[-1]
-    target_prob = prob_of(None, target.probs[:, :K], tokens)
-    draft_prob = prob_of(draft.ids, draft.probs, tokens)
-    # Strictly less: a token the target cannot produce stays out also when the coin is 0.
-    accepted = mx.where(greedy, target_prob > 0, coins * draft_prob < target_prob)
-
     length, clamped = num_draft_tokens(tokens, lengths)
     place = mx.arange(K)
     target_good = target.good()
     judged = both(place < length[:, None], target_good[:, :K])
-    passed = both(judged, draft.has_place, either(greedy, draft.good), accepted)
+    passed = both(judged, draft.has_place, either(~reads_draft, draft.good), accepted)
     num_accepted = mx.sum(mx.cumprod(passed.astype(mx.int32), axis=-1), axis=-1)
 
     reached = both(judged, place <= num_accepted[:, None])
-    draft_read = both(reached, draft.has_place, ~greedy)
+    draft_read = both(reached, draft.has_place, reads_draft)
     bad_target = ~mx.take_along_axis(target_good, num_accepted[:, None], axis=-1)
     bad_draft = both(draft_read, ~draft.good)
     off_range = both(reached, either(~draft.has_place, tokens >= vocab_size))
     off_range = mx.concatenate([off_range, clamped[:, None]], axis=-1)
+    draft_prob = prob_of(draft.ids, draft.probs, tokens)
     zero_draft_prob = both(draft_read, draft.good, draft_prob == 0)
     status = (
         _flag(bad_target, Status.NON_FINITE_TARGET)
@@ -396,7 +421,49 @@ def accept_prefix(
     )
     emits = ~mx.any(mx.concatenate([bad_target, bad_draft], axis=-1), axis=-1)
     from_residual = mx.any(both(draft_read, draft.good, ~accepted), axis=-1)
-    return Prefix(length, num_accepted, status, emits, from_residual)
+    weight = mx.ones(num_accepted.shape)
+    return Prefix(length, num_accepted, status, emits, from_residual, weight)
+
+
+def block_weights(target_prob: mx.array, draft_prob: mx.array) -> mx.array:
+    """``[B, K + 1]`` of probabilities ``[B, K]``: ``w_i = min(w_{i-1} * target / draft, 1)``."""
+    weights = [mx.ones(target_prob.shape[:1])]
+    for i in range(target_prob.shape[-1]):
+        before, target, draft = weights[-1], target_prob[:, i], draft_prob[:, i]
+        ratio = before * target / mx.where(draft > 0, draft, 1.0)
+        ratio = mx.where(draft > 0, ratio, (before > 0).astype(mx.float32))
+        weights.append(mx.where(target > 0, mx.minimum(ratio, 1.0), 0.0))
+    return mx.stack(weights, axis=-1)
+
+
+def accept_block(
+    target: Rows, draft: Draft, tokens: mx.array, read: Prefix, coins: mx.array, greedy: mx.array
+) -> Prefix:
+    """Of the slots that could be ``read``, accept up to the last one whose coin passes.
+
+    ``greedy`` ``[B]``: temperature 0, where the prefix is the one that was read.
+    """
+    K, rows = tokens.shape[-1], target.probs[:, : tokens.shape[-1]]
+    if K == 0:
+        return read
+    weights = block_weights(prob_of(None, rows, tokens), prob_of(draft.ids, draft.probs, tokens))
+    draft_rows = over_vocabulary(draft.ids, draft.probs, rows.shape[-1])
+    mass = total(mx.maximum(weights[:, :K, None] * rows - draft_rows, 0.0))
+    missing = 1 - weights[:, :K]
+    inside = mx.where(mass + missing > 0, mass / (mass + missing), 1.0)
+
+    end = read.num_accepted[:, None]
+    length = mx.arange(1, K + 1)
+    accept_prob = mx.where(length == end, weights[:, 1:], mx.roll(inside, -1, axis=-1))
+    passed = both(length <= end, coins < accept_prob, read.emits[:, None])
+    longest = mx.max(mx.where(passed, length, 0), axis=-1)
+    num_accepted = mx.where(greedy, read.num_accepted, longest)
+    weight = mx.take_along_axis(weights, num_accepted[:, None], axis=-1)[:, 0]
+    return read._replace(
+        num_accepted=num_accepted,
+        from_residual=num_accepted < mx.where(greedy, 0, read.num_accepted),
+        weight=weight,
+    )
 
 
 def _flag(condition: mx.array, bit: Status) -> mx.array:
@@ -404,12 +471,12 @@ def _flag(condition: mx.array, bit: Status) -> mx.array:
     return mx.where(mx.any(condition, axis=-1), int(bit), 0).astype(mx.uint32)
 
 
-def residual(target_row: mx.array, draft_row: mx.array) -> mx.array:
-    """``max(target - draft, 0)`` ``[B, V]``, unnormalised; the target where no mass is left.
+def residual(target_row: mx.array, draft_row: mx.array, weight: mx.array) -> mx.array:
+    """``max(weight * target - draft, 0)`` ``[B, V]``, unnormalised; the target if there is no mass.
 
     Only rounding leaves none: target and draft agree then.
     """
-    left = mx.maximum(target_row - draft_row, 0.0)
+    left = mx.maximum(weight[:, None] * target_row - draft_row, 0.0)
     return mx.where(total(left)[:, None] > 0, left, target_row)
 
 
@@ -424,7 +491,8 @@ def next_weights(target: Rows, draft: Draft, prefix: Prefix) -> mx.array:
     probs = mx.take_along_axis(draft.probs, slot, axis=1)[:, 0]
     ids = None if draft.ids is None else mx.take_along_axis(draft.ids, slot, axis=1)[:, 0]
     draft_row = over_vocabulary(ids, probs, target_row.shape[-1])
-    return mx.where(prefix.from_residual[:, None], residual(target_row, draft_row), target_row)
+    left = residual(target_row, draft_row, prefix.weight)
+    return mx.where(prefix.from_residual[:, None], left, target_row)
 
 
 def pick(mass: mx.array, uniform: mx.array) -> mx.array:
@@ -450,6 +518,46 @@ def draw_token(law: mx.array, pair: mx.array) -> mx.array:
     block = pick(total(blocks), pair[:, 0])
     inside = mx.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
     return block * DRAW_BLOCK + pick(inside, pair[:, 1])
+
+
+def threefry2x32(key: tuple, first: mx.array, second: mx.array) -> tuple[mx.array, mx.array]:
+    """Threefry-2x32 with 20 rounds (Salmon et al. 2011), uint32; all arguments broadcast.
+
+    (Under ``mx.vmap``, bitwise operators lose the batch if only their right operand has one: the
+    left one always has it here.)
+    """
+    schedule = (*key, key[0] ^ key[1] ^ 0x1BD11BDA)
+    first, second = first + schedule[0], second + schedule[1]
+    turns = (13, 15, 26, 6, 17, 29, 16, 24)
+    for i in range(20):
+        first = first + second
+        second = first ^ (mx.left_shift(second, turns[i % 8]) | second >> 32 - turns[i % 8])
+        if i % 4 == 3:
+            step = i // 4 + 1
+            first = first + schedule[step % 3]
+            second = second + schedule[(step + 1) % 3] + step
+    return first, second
+
+
+def gumbel(words: mx.array) -> mx.array:
+    """Standard Gumbel noise of uint32 words. The cap keeps it finite."""
+    x = mx.minimum(words.astype(mx.float32) * 2.0**-32 + 2.0**-33, 1 - 2.0**-24)
+    return -mx.log(-mx.log1p(-x))
+
+
+def coupled_choices(target: Rows, keys: mx.array, positions: mx.array) -> mx.array:
+    """The target's choice in every row, int32 ``[B, R]``; row ``r`` is at ``positions [B] + r``.
+
+    The noise is a function of key, position and id, so that it is the same wherever it is used.
+    """
+    rows, size = target.probs.shape[-2:]
+    place = positions.astype(mx.uint32)[:, None, None] + mx.arange(rows, dtype=mx.uint32)[:, None]
+    pairs = mx.arange((size + 1) // 2, dtype=mx.uint32)  # ids 2i and 2i + 1 share a call
+    key = keys[:, :1, None], keys[:, 1:, None]
+    words = mx.stack(threefry2x32(key, place, pairs), axis=-1)
+    noise = gumbel(mx.flatten(words, -2)[..., :size])
+    scores = (target.logits - target.stats[..., :1]) / target.temperature + noise
+    return mx.argmax(mx.where(target.probs > 0, scores, -mx.inf), axis=-1).astype(mx.int32)
 
 
 def write_tokens(tokens: mx.array, num_accepted: mx.array, next_token: mx.array) -> mx.array:
@@ -543,7 +651,7 @@ def verify_draft(
     draft_stats: Optional[mx.array] = None,
     sampling: Sampling = Sampling(),
     draft_sampling: Optional[Sampling] = None,
-    rule: str = "token",
+    rule: Rule = "token",
     uniforms: Optional[mx.array] = None,
     keys: Optional[mx.array] = None,
     positions: Optional[mx.array] = None,
@@ -600,10 +708,23 @@ def verify_draft(
         else:
             draft = sparse_draft(tokens, batched(draft_ids), batched(draft_probs), vocab_size)
 
-        coins, pair = noise(batched(uniforms), batched(keys), K)
         greedy = is_greedy(sampling)[:, :, 0]
-        prefix = accept_prefix(target, draft, tokens, batched(draft_lengths), coins, greedy)
-        drawn = draw_token(next_weights(target, draft, prefix), pair)
+        if rule == "coupled":
+            choices = coupled_choices(target, batched(keys), batched(positions))
+            accepted, reads_draft = tokens == choices[:, :K], mx.array([[False]])
+        else:
+            coins, pair = noise(batched(uniforms), batched(keys), K)
+            accepted = accepted_slots(rule, target, draft, tokens, coins)
+            is_best = prob_of(None, target.probs[:, :K], tokens) > 0  # no coin is needed
+            accepted = mx.where(greedy, is_best, accepted)
+            reads_draft = both(~greedy, mx.array(not isinstance(rule, Typical)))
+        prefix = accept_prefix(target, draft, tokens, batched(draft_lengths), accepted, reads_draft)
+        if rule == "block":
+            prefix = accept_block(target, draft, tokens, prefix, coins, greedy[:, 0])
+        if rule == "coupled":
+            drawn = mx.take_along_axis(choices, prefix.num_accepted[:, None], axis=-1)[:, 0]
+        else:
+            drawn = draw_token(next_weights(target, draft, prefix), pair)
 
         next_token = mx.where(both(valid, prefix.emits), drawn, ops.PLACEHOLDER_TOKEN)
         num_accepted = mx.where(valid, prefix.num_accepted, 0)
@@ -618,7 +739,7 @@ def verify_draft(
             results.extend(draft_statistics(target, draft, tokens, used))
         if not has_batch:
             results = [x if x is None else x[0] for x in results]
-    return VerifyResult(*results[:4], VerifyStats(*results[4:]) if stats else None)
+    return VerifyResult(*results[:4], VerifyStats(*results[4:]) if stats else None, is_exact(rule))
 
 
 def sample(
@@ -660,9 +781,12 @@ def sample(
         rows = as_rows(logits)
         target = target_distribution(rows, sampling, as_rows(token_bitmask))
         valid, good = good_parameters(sampling), target.good()[:, 0]
-        noise_rows = [x if x is None or has_batch else x[None] for x in (uniforms, keys)]
-        _, pair = noise(*noise_rows, 0)
-        drawn = draw_token(target.probs[:, 0], pair)
+        noise_rows = [x if x is None or has_batch else x[None] for x in (uniforms, keys, positions)]
+        if rule == "coupled":
+            drawn = coupled_choices(target, *noise_rows[1:])[:, 0]
+        else:
+            _, pair = noise(*noise_rows[:2], 0)
+            drawn = draw_token(target.probs[:, 0], pair)
         tokens = mx.where(both(valid, good), drawn, ops.PLACEHOLDER_TOKEN)
         status = mx.where(
             valid, _flag(~good[:, None], Status.NON_FINITE_TARGET), int(Status.BAD_PARAMETER)
