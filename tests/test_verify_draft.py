@@ -97,6 +97,11 @@ def test_replay(backend, figure, rule):
 # Single facts
 
 
+def assert_same_bits(got, wanted) -> None:
+    for x, y in zip(got, wanted, strict=True):
+        np.testing.assert_array_equal(np.array(x), np.array(y))
+
+
 def logs(probs) -> mx.array:
     with np.errstate(divide="ignore"):
         return mx.array(np.log(np.array(probs)).astype(np.float32))

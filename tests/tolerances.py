@@ -20,3 +20,6 @@ TIE_SHARE = 0.03
 
 # A chi-square test fails below this probability of a larger statistic, and its control above it.
 CHI_SQUARE_P = 1e-3
+
+# Relative error of the exponential behind Gumbel noise.
+NOISE = 1e-6

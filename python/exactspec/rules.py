@@ -33,9 +33,10 @@ class Cascade(NamedTuple):
     A speculative cascade (Narasimhan et al., arXiv:2405.19261) with the deferral rule "Diff": the
     slot is the target's, decided by the token rule, iff ``max_v draft(v) < max_v target(v) -
     alpha``, after temperature and filters; otherwise the draft token is accepted if the target can
-    produce it at all. Columns or entries of equal id count apart in the draft's maximum. After a draft that was accepted whole, the next token is the target's. Needs
-    the draft's distribution: a one-hot draft is an error. The text is **not** a sample of the
-    target: results have ``exact=False``. At temperature 0 the target decides everywhere.
+    produce it at all. Columns or entries of the same id count apart in the draft's maximum. After a
+    draft that was accepted whole, the next token is the target's. Needs the draft's distribution: a
+    one-hot draft is an error. The text is **not** a sample of the target: results have
+    ``exact=False``. At temperature 0 the target decides everywhere.
 
     Attributes:
         alpha: in [-1, 1]. How much less confident the draft may be and still decide; the larger,
