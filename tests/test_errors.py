@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 import pytest
-from exactspec import Sampling
+from exactspec import Cascade, Sampling, Typical
 
 B, K, V, S = 2, 3, 40, 4
 
@@ -43,12 +43,27 @@ def one_hot(**changes) -> dict:
     }
 
 
+def coupled(**changes) -> dict:
+    noise = {"keys": mx.zeros((B, 2), mx.uint32), "positions": mx.zeros((B,), mx.int32)}
+    return one_hot(**{"rule": "coupled", **noise, **changes})
+
+
 def plain(**changes) -> dict:
     """Good arguments of ``sample``, then ``changes``."""
     return {
         "logits": mx.zeros((B, V)),
         "uniforms": mx.zeros((B, 2)),
         "token_bitmask": mx.full((B, 2), -1, mx.int32),
+        **changes,
+    }
+
+
+def plain_coupled(**changes) -> dict:
+    return {
+        "logits": mx.zeros((B, V)),
+        "rule": "coupled",
+        "keys": mx.zeros((B, 2), mx.uint32),
+        "positions": mx.zeros((B,), mx.int32),
         **changes,
     }
 
@@ -63,9 +78,11 @@ def check_error(operation, name: str, argument: str, arguments: dict, *, came: s
 
 
 def test_the_good_arguments_are_good(backend):
-    for arguments in (dense(), sparse(), one_hot()):
+    lossy = (dense(rule=Typical()), sparse(rule=Cascade()), one_hot(rule=Typical(1, 0)))
+    for arguments in (dense(), sparse(), one_hot(), coupled(), dense(rule="block"), *lossy):
         assert backend.verify_draft(**arguments).status.tolist() == [0] * B
-    assert backend.sample(**plain()).status.tolist() == [0] * B
+    for arguments in (plain(), plain_coupled()):
+        assert backend.sample(**arguments).status.tolist() == [0] * B
 
 
 # Rank, shape, dtype, type
@@ -103,6 +120,13 @@ SHAPES = [
     (sparse, "draft_probs", (B, S)),
     (sparse, "draft_probs", (B, K, S + 1)),
     (sparse, "draft_probs", (B, K + 1, S)),
+    (coupled, "keys", (B, 3)),
+    (coupled, "positions", ()),
+    (coupled, "positions", (B, 1)),
+    (coupled, "positions", (B + 1,)),
+    (coupled, "positions", (B, K)),
+    (plain_coupled, "positions", ()),
+    (plain_coupled, "positions", (B + 1,)),
     (plain, "logits", ()),
     (plain, "logits", (1, B, V)),
     (plain, "logits", (B, 0)),
@@ -124,6 +148,9 @@ DTYPES = [
     *((dense, "token_bitmask", d) for d in (mx.int64, mx.bool_, mx.float32)),
     *((sparse, "draft_ids", d) for d in (mx.int64, mx.float32)),
     *((sparse, "draft_probs", d) for d in (mx.float16, mx.bfloat16, mx.int32)),
+    *((coupled, "positions", d) for d in (mx.uint32, mx.int64, mx.float32)),
+    *((coupled, "keys", d) for d in (mx.int32, mx.float32)),
+    *((plain_coupled, "positions", d) for d in (mx.uint32, mx.int64)),
     *((plain, "logits", d) for d in (mx.int32, mx.bool_, mx.float64)),
     *((plain, "uniforms", d) for d in (mx.float16, mx.int32)),
     *((plain, "token_bitmask", d) for d in (mx.int64, mx.bool_)),
@@ -131,14 +158,9 @@ DTYPES = [
 
 
 def operation_of(backend, arguments) -> tuple:
-    return (
-        (backend.sample, "sample")
-        if arguments is plain
-        else (
-            backend.verify_draft,
-            "verify_draft",
-        )
-    )
+    if arguments in (plain, plain_coupled):
+        return backend.sample, "sample"
+    return backend.verify_draft, "verify_draft"
 
 
 def parameter_id(value) -> str:
@@ -163,7 +185,12 @@ def test_dtype(backend, arguments, argument, dtype):
 
 @pytest.mark.parametrize(
     "arguments, argument",
-    [(a, name) for a in (dense, sparse, plain) for name in a()],
+    [
+        (a, name)
+        for a in (dense, sparse, coupled, plain, plain_coupled)
+        for name in a()
+        if name != "rule"
+    ],
     ids=parameter_id,
 )
 @pytest.mark.parametrize("kind", ["numpy", "list", "number", "string"])
@@ -218,10 +245,15 @@ def test_draft_vocab(backend, shape, dtype):
         ("draft_sampling", one_hot(draft_sampling=Sampling())),
         ("uniforms", dense(keys=mx.zeros((B, 2), mx.uint32))),
         ("keys", dense(keys=mx.zeros((B, 2), mx.uint32))),
-        ("rule", dense(rule="tokens")),
-        ("rule", dense(rule="typical")),
-        ("rule", dense(rule=None)),
-        ("positions", dense(positions=mx.zeros((B,), mx.int32))),
+        ("uniforms", coupled(uniforms=mx.zeros((B, K + 2)))),
+        ("uniforms", coupled(uniforms=mx.zeros((B, K + 2)), keys=None)),
+        ("keys", coupled(keys=None)),
+        ("positions", coupled(positions=None)),
+        *(
+            ("positions", dense(positions=mx.zeros((B,), mx.int32), rule=rule))
+            for rule in ("token", "block", Typical(), Cascade())
+        ),
+        ("rule", one_hot(rule=Cascade())),
         ("logprobs", dense(logprobs="log")),
         ("logprobs", dense(logprobs=True)),
     ],
@@ -236,7 +268,11 @@ def test_verify_draft_combination(backend, argument, given):
         ("uniforms", plain(keys=mx.zeros((B, 2), mx.uint32))),
         ("rule", plain(rule="block")),
         ("rule", plain(rule="token")),
+        ("rule", plain(rule=Typical())),
         ("positions", plain(positions=mx.zeros((B,), mx.int32))),
+        ("uniforms", plain_coupled(uniforms=mx.zeros((B, 2)))),
+        ("keys", plain_coupled(keys=None)),
+        ("positions", plain_coupled(positions=None)),
         ("logprobs", plain(logprobs="log")),
     ],
 )
@@ -244,18 +280,50 @@ def test_sample_combination(backend, argument, given):
     check_error(backend.sample, "sample", argument, given)
 
 
-@pytest.mark.parametrize("rule", ["cascade", "no such rule"])
-def test_rule_names_the_supported_ones(backend, rule):
-    with pytest.raises(
-        ValueError, match=r"^\[verify_draft\] rule: expected .*token.*, got "
-    ) as error:
+NO_RULES = [
+    *("typical", "Typical", "cascade", "Cascade", "lossy", "tokens", "TOKEN", "no such rule", ""),
+    *(None, True, 0, 3, ("typical", 0.09, 0.3), (3, 0.09, 0.3), Typical, Cascade, b"token"),
+]
+
+
+@pytest.mark.parametrize("rule", NO_RULES, ids=str)
+def test_no_such_rule(backend, rule):
+    """The message names the rules; a lossy one is reached by its class alone."""
+    for operation, name, given, known in (
+        (backend.verify_draft, "verify_draft", dense(), "'token', 'block', 'coupled'"),
+        (backend.sample, "sample", plain(), "'independent', 'coupled'"),
+    ):
+        with pytest.raises(ValueError) as error:
+            operation(**{**given, "rule": rule})
+        message = str(error.value)
+        assert message.startswith(f"[{name}] rule: expected one of {known}"), message
+        assert message.endswith(f", got {rule!r}"), message
+
+
+@pytest.mark.parametrize(
+    "rule, field",
+    [
+        *((Typical(epsilon=x), "epsilon") for x in (-0.1, 1.1, np.nan, np.inf, -np.inf)),
+        *((Typical(delta=x), "delta") for x in (-1e-9, np.nan, np.inf)),
+        *((Cascade(x), "alpha") for x in (-1.1, 1.1, np.nan, -np.inf)),
+    ],
+    ids=str,
+)
+def test_rule_out_of_range(backend, rule, field):
+    with pytest.raises(ValueError) as error:
         backend.verify_draft(**dense(rule=rule))
-    assert rule in str(error.value)
-    with pytest.raises(
-        ValueError, match=r"^\[sample\] rule: expected .*independent.*, got "
-    ) as error:
-        backend.sample(**plain(rule=rule))
-    assert rule in str(error.value)
+    message = str(error.value)
+    assert message.startswith(f"[verify_draft] rule.{field}: expected "), message
+    assert message.endswith(f", got {getattr(rule, field)!r}"), message
+
+
+@pytest.mark.parametrize("value", [True, None, "0.1", mx.array(0.1), [0.1]], ids=str)
+def test_rule_of_a_wrong_type(backend, value):
+    for rule in (Typical(epsilon=value), Typical(delta=value), Cascade(value)):
+        with pytest.raises(
+            TypeError, match=r"^\[verify_draft\] rule\.\w+: expected a number, got "
+        ):
+            backend.verify_draft(**dense(rule=rule))
 
 
 def test_keys_serve_254_slots(backend):
@@ -264,7 +332,9 @@ def test_keys_serve_254_slots(backend):
         "target_logits": mx.zeros((1, many + 1, 2)),
         "draft_tokens": mx.zeros((1, many), mx.int32),
     }
-    for noise in ({"keys": mx.zeros((1, 2), mx.uint32)}, {}):
+    keys = {"keys": mx.zeros((1, 2), mx.uint32)}
+    shared = {**keys, "rule": "coupled", "positions": mx.zeros((1,), mx.int32)}
+    for noise in (keys, {}, {**keys, "rule": "block"}, shared):
         with pytest.raises(ValueError, match=r"^\[verify_draft\] .*254.*255"):
             backend.verify_draft(**given, **noise)
     result = backend.verify_draft(**given, uniforms=mx.zeros((1, many + 2)))

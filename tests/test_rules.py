@@ -267,9 +267,11 @@ def coupled_acceptance(target: np.ndarray, draft: np.ndarray) -> float:
 
 
 def acceptance_bounds(distance: float) -> tuple[float, float]:
-    """Of the coupled rule at a total variation distance (Daliri et al. 2408.07978): no rule that
-    does not know both distributions can do better than the lower one on all pairs, and none at all
-    than the upper one, which the token rule attains."""
+    """Of the chance that two choices are the same, at a total variation distance.
+
+    Below: of the coupled rule (Daliri et al. 2408.07978), the most that can be had for all pairs of
+    distributions without knowing both. Above: of any rule; the token rule attains it.
+    """
     return (1 - distance) / (1 + distance), 1 - distance
 
 

@@ -121,17 +121,11 @@ def check_choice(op: str, name: str, value, choices) -> None:
         raise ValueError(f"[{op}] {name}: expected one of {expected}, got {value!r}")
 
 
-def resolve_noise(op: str, batch_shape: tuple, uniforms, keys):
-    """The ``keys`` to use: as given, or drawn from ``mx.random`` when there is no noise at all."""
-    if uniforms is not None and keys is not None:
-        raise ValueError(f"[{op}] uniforms, keys: expected at most one of them, got both")
-    if uniforms is None and keys is None:
-        keys = mx.random.randint(0, 2**32, shape=(*batch_shape, 2), dtype=mx.uint32)
-    return keys
+def resolve_noise(op: str, rule: Rule, batch_shape: tuple, uniforms, keys):
+    """The ``keys`` to use: as given, or drawn from ``mx.random`` when there is no noise at all.
 
-
-def check_noise(op: str, rule: Rule, uniforms, keys, positions) -> None:
-    """Raise ``ValueError`` for noise that the rule does not use, or the lack of what it needs."""
+    Noise that is shared has to be named: under ``"coupled"`` there must be keys, and no uniforms.
+    """
     if rule == "coupled":
         for name, value, wanted in (("uniforms", uniforms, False), ("keys", keys, True)):
             if (value is not None) != wanted:
@@ -139,6 +133,11 @@ def check_noise(op: str, rule: Rule, uniforms, keys, positions) -> None:
                 raise ValueError(
                     f"[{op}] {name}: expected {expected} with rule='coupled', got {got}"
                 )
+    if uniforms is not None and keys is not None:
+        raise ValueError(f"[{op}] uniforms, keys: expected at most one of them, got both")
+    if uniforms is None and keys is None:
+        keys = mx.random.randint(0, 2**32, shape=(*batch_shape, 2), dtype=mx.uint32)
+    return keys
 
 
 def check_draft_sampling(op: str, draft_logits, draft_sampling, sampling: Sampling) -> Sampling:
@@ -284,12 +283,11 @@ def verify_draft(
             f"[{op}] rule: expected draft_logits or draft_ids with {rule!r} (a one-hot draft is "
             "always certain), got neither"
         )
-    check_noise(op, rule, uniforms, keys, positions)
     check_choice(op, "logprobs", logprobs, LOGPROBS)
     check_stream(op, stream)
     if not isinstance(stats, bool):
         raise TypeError(f"[{op}] stats: expected a bool, got {stats!r}")
-    keys = resolve_noise(op, target_logits.shape[:-2], uniforms, keys)
+    keys = resolve_noise(op, rule, target_logits.shape[:-2], uniforms, keys)
     outputs = _ext.verify_draft(
         target_logits,
         draft_tokens,
@@ -366,10 +364,9 @@ def sample(
     )
     check_sampling(op, "sampling", sampling)
     check_rule(op, rule, ("independent", "coupled"))
-    check_noise(op, rule, uniforms, keys, positions)
     check_choice(op, "logprobs", logprobs, LOGPROBS)
     check_stream(op, stream)
-    keys = resolve_noise(op, logits.shape[:-1], uniforms, keys)
+    keys = resolve_noise(op, rule, logits.shape[:-1], uniforms, keys)
     tokens, status, row_stats, *rest = _ext.sample(
         logits,
         pack(sampling),

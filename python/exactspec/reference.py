@@ -662,7 +662,7 @@ def verify_draft(
 ) -> VerifyResult:
     """:func:`exactspec.verify_draft` from plain ``mx`` operations; same arguments and results."""
     ops.check_arrays("verify_draft", target_logits=target_logits)
-    keys = ops.resolve_noise("verify_draft", target_logits.shape[:-2], uniforms, keys)
+    keys = ops.resolve_noise("verify_draft", rule, target_logits.shape[:-2], uniforms, keys)
     # Arrays are lazy: building the fused operation checks the arguments and evaluates nothing.
     fused = ops.verify_draft(
         target_logits,
@@ -756,7 +756,7 @@ def sample(
 ) -> SampleResult:
     """:func:`exactspec.sample` from plain ``mx`` operations: same arguments, results, errors."""
     ops.check_arrays("sample", logits=logits)
-    keys = ops.resolve_noise("sample", logits.shape[:-1], uniforms, keys)
+    keys = ops.resolve_noise("sample", rule, logits.shape[:-1], uniforms, keys)
     # Arrays are lazy: building the fused operation checks the arguments and evaluates nothing.
     fused = ops.sample(
         logits,
