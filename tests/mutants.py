@@ -19,6 +19,14 @@ def stratified(scenario: str) -> str:
     return f"tests/test_exactness.py::test_stratified[cpu-{scenario}]"
 
 
+def stratified_block(scenario: str) -> str:
+    return f"tests/test_exactness.py::test_stratified_block[cpu-{scenario}]"
+
+
+def replay(rule: str) -> str:
+    return f"tests/test_verify_draft.py::test_replay[cpu-{rule}]"
+
+
 class Mutant(NamedTuple):
     name: str
     file: str
@@ -31,29 +39,29 @@ MUTANTS = [
     Mutant(
         "accept at equality",
         VERIFY,
-        "job_.noise.coin(b_, i) * draft_prob < target_prob(i)",
-        "job_.noise.coin(b_, i) * draft_prob <= target_prob(i)",
+        "if (!(threshold < target_prob(i))) {",
+        "if (!(threshold <= target_prob(i))) {",
         (case("impossible-draft-at-u-zero"), case("impossible-draft-one-hot")),
     ),
     Mutant(
         "accept by the draft's probability",
         VERIFY,
-        "job_.noise.coin(b_, i) * draft_prob < target_prob(i)",
-        "job_.noise.coin(b_, i) < draft_prob",
+        "if (!(threshold < target_prob(i))) {",
+        "if (!(job_.noise.coin(b_, i) < draft(i).prob(id))) {",
         (case("seed-acceptance-rule-reject"), stratified("dense")),
     ),
     Mutant(
         "no residual",
         VERIFY,
-        ": draw_residual(i);",
-        ": draw_target(i);",
+        "return draw_residual(i, 1.0);",
+        "return draw_target(i);",
         (stratified("dense"), stratified("sparse"), stratified("one-hot")),
     ),
     Mutant(
         "residual from the row before",
         VERIFY,
-        ": draw_residual(i);",
-        ": draw_residual(std::max(i - 1, 0));",
+        "return draw_residual(i, 1.0);",
+        "return draw_residual(std::max(i - 1, 0), 1.0);",
         (stratified("dense-2"), stratified("one-hot-2")),
     ),
     Mutant(
@@ -77,9 +85,9 @@ MUTANTS = [
     Mutant(
         "draw pair taken behind the draft in use",
         VERIFY,
-        "  int draw_target(int i) {\n    float u[2];\n    job_.noise.pair(b_, u);",
-        "  int draw_target(int i) {\n    float u[2];\n"
-        "    u[0] = job_.noise.coin(b_, length_);\n    u[1] = job_.noise.coin(b_, length_ + 1);",
+        "job_.noise.pair(b_, u);\n    return draw(target_row(i), target(i), u);",
+        "u[0] = job_.noise.coin(b_, length_);\n    u[1] = job_.noise.coin(b_, length_ + 1);\n"
+        "    return draw(target_row(i), target(i), u);",
         (case("ragged-draw-pair-is-at-K"),),
     ),
     Mutant(
@@ -133,6 +141,83 @@ MUTANTS = [
         "<< 32 | ~static_cast<uint32_t>(id);",
         "<< 32 | static_cast<uint32_t>(id);",
         (case("top-k-ties-by-id"),),
+    ),
+    Mutant(
+        "block: a draft is accepted whole, whatever its coin",
+        VERIFY,
+        "job_.noise.coin(b_, n - 1) < weight[n]",
+        "weight[n] > 0",
+        (case("block-token-that-ends-the-draft"), stratified_block("dense")),
+    ),
+    Mutant(
+        "block: residual without the weight",
+        VERIFY,
+        "return draw_residual(i, weight[i], mass);",
+        "return draw_residual(i, 1.0);",
+        (case("block-residual-has-the-weight"), stratified_block("dense-2")),
+    ),
+    Mutant(
+        "block: sum of the row before",
+        VERIFY,
+        "auto mass = residual_mass(i, weight[i]);",
+        "auto mass = residual_mass(i - 1, weight[i]);",
+        (case("block-middle-prefix"), replay("block"), stratified_block("two-ids-3")),
+    ),
+    Mutant(
+        "block: coin of the slot behind",
+        VERIFY,
+        "job_.noise.coin(b_, i - 1) < sum / all",
+        "job_.noise.coin(b_, i) < sum / all",
+        (case("block-middle-prefix"), stratified_block("dense-2")),
+    ),
+    Mutant(
+        "block: weights that grow above 1",
+        VERIFY,
+        "std::min(before * target_p / draft_p, 1.0)",
+        "before * target_p / draft_p",
+        (stratified_block("dense-2"), replay("block")),
+    ),
+    Mutant(
+        "coupled: the noise of slot 0 in every slot",
+        VERIFY,
+        "static_cast<uint32_t>(*job_.positions.at<int32_t>(b_)) + i;",
+        "static_cast<uint32_t>(*job_.positions.at<int32_t>(b_));",
+        (
+            "tests/test_rules.py::test_coupled_text_does_not_depend_on_the_drafter[cpu]",
+            "tests/test_rules.py::test_coupled_tokens_are_what_sample_gives[cpu]",
+            replay("coupled"),
+        ),
+    ),
+    Mutant(
+        "coupled: an even and an odd id swap their words",
+        "csrc/block_ops.cpp",
+        "words[0][j] = pair.first;\n      words[1][j] = pair.second;",
+        "words[1][j] = pair.first;\n      words[0][j] = pair.second;",
+        ("tests/test_rules.py::test_gumbel_of_keys[cpu]", replay("coupled")),
+    ),
+    Mutant(
+        "coupled: a uniform may round to 1",
+        "csrc/block_ops.cpp",
+        "x = x < 0x1.fffffep-1f ? x : 0x1.fffffep-1f;",
+        "",
+        ("tests/test_rules.py::test_gumbel_of_words[cpu]",),
+    ),
+    Mutant(
+        "typical: entropy with the wrong sign",
+        VERIFY,
+        "delta * std::exp(-entropy)",
+        "delta * std::exp(entropy)",
+        ("tests/test_rules.py::test_typical_threshold[cpu]", replay("typical")),
+    ),
+    Mutant(
+        "cascade: the more confident the draft, the more it defers",
+        VERIFY,
+        "draft(i).largest() < target(i).dist.scale() - rule().parameters[0]",
+        "draft(i).largest() > target(i).dist.scale() - rule().parameters[0]",
+        (
+            "tests/test_rules.py::test_cascade_that_always_defers_is_the_token_rule[cpu]",
+            replay("cascade"),
+        ),
     ),
     Mutant(
         "draft noise used again for the verification",

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import threading
 
+import exactspec
 import mlx.core as mx
 import numpy as np
 import pytest
-from exactspec import Sampling
+from exactspec import Cascade, Sampling, Typical
 from strategies import LAYOUTS, lay_out
 
 B, K, V = 6, 3, 300
 SAMPLING = Sampling(temperature=0.8, top_k=100, top_p=0.95)
+OTHER_RULES = ("block", "coupled", Typical(), Cascade())
 
 
 def inputs(seed: int = 0) -> dict[str, mx.array]:
@@ -28,6 +30,27 @@ def inputs(seed: int = 0) -> dict[str, mx.array]:
         "token_bitmask": mx.random.randint(-(2**31), 2**31 - 1, (B, K + 1, 10), key=keys[4]),
     }
     mx.eval(given)
+    return given
+
+
+def inputs_of(rule, seed: int = 0) -> dict[str, mx.array]:
+    """The same with the noise that a rule needs; where it is shared, drafts are the choices."""
+    given = inputs(seed)
+    if rule == "coupled":
+        given["positions"] = mx.array([0, 7, 8, 100, 2**20, 2**31 - 1 - K], mx.int32)
+        choices = [
+            exactspec.sample(
+                given["target_logits"][:, i],
+                SAMPLING,
+                rule="coupled",
+                keys=given["keys"],
+                positions=given["positions"] + i,
+                token_bitmask=given["token_bitmask"][:, i],
+            ).tokens
+            for i in range(K)
+        ]
+        given["draft_tokens"] = mx.stack(choices, axis=1)
+        given["draft_tokens"][:2, 1] = 0
     return given
 
 
@@ -56,6 +79,40 @@ def test_compile(backend):
     for seed in range(3):
         given = inputs(seed)
         assert_same(verify(given), backend.verify_draft(**given, **options))
+
+
+@pytest.mark.parametrize("rule", OTHER_RULES, ids=str)
+def test_compile_rules(backend, rule):
+    """Positions and keys are inputs of the compiled function; the rule is a constant of it."""
+    options = {"sampling": SAMPLING, "logprobs": "raw", "stats": True, "rule": rule}
+    traces, num_accepted = [], 0
+
+    @mx.compile
+    def verify(given):
+        traces.append(1)
+        return backend.verify_draft(**given, **options)
+
+    for seed in range(3):
+        given = inputs_of(rule, seed)
+        wanted = backend.verify_draft(**given, **options)
+        num_accepted += wanted.num_accepted.sum().item()
+        assert_same(verify(given), wanted)
+    assert len(traces) == 1 and num_accepted > 0
+
+
+def test_rules_do_not_share_a_graph(backend):
+    """Compiled together, equal inputs under different rules stay apart (no node is merged)."""
+    rules = ("token", "block", Typical(), Typical(0.5, 2.0), Cascade(), Cascade(0.9))
+    given = inputs(4)
+    del given["token_bitmask"]  # more drafts are accepted
+
+    @mx.compile
+    def verify(given):
+        return [backend.verify_draft(**given, rule=rule).tokens for rule in rules]
+
+    wanted = [backend.verify_draft(**given, rule=rule).tokens.tolist() for rule in rules]
+    assert [tokens.tolist() for tokens in verify(given)] == wanted
+    assert len({str(tokens) for tokens in wanted}) > 3
 
 
 def test_compiled_parameters_are_not_baked_in(backend):
@@ -192,6 +249,43 @@ def test_vmap_over_some_inputs(backend, names):
     check_vmap(lambda **x: backend.verify_draft(**x, sampling=SAMPLING), mapped, shared)
 
 
+@pytest.mark.parametrize("rule", OTHER_RULES, ids=str)
+def test_vmap_over_sequences_by_other_rules(backend, rule):
+    given = inputs_of(rule)
+    check_vmap(lambda **x: backend.verify_draft(**x, sampling=SAMPLING, rule=rule), given, {})
+
+
+@pytest.mark.parametrize(
+    "names",
+    [("positions",), ("keys",), ("target_logits",), ("draft_tokens",), ("keys", "positions")],
+    ids="-".join,
+)
+def test_vmap_over_some_inputs_of_shared_noise(backend, names):
+    """Of ``verify_draft``, and of ``sample`` where it has them."""
+    given = inputs_of("coupled")
+    mapped = {name: given[name] for name in names}
+    shared = {name: value[4] for name, value in given.items() if name not in names}
+    options = {"sampling": SAMPLING, "rule": "coupled"}
+    check_vmap(lambda **x: backend.verify_draft(**x, **options), mapped, shared)
+    if "draft_tokens" in names:
+        return
+
+    def draw(target_logits, keys, positions):
+        return backend.sample(target_logits[0], keys=keys, positions=positions, **options)
+
+    shared = {
+        name: shared[name] for name in ("target_logits", "keys", "positions") if name in shared
+    }
+    check_vmap(draw, mapped, shared)
+
+
+@pytest.mark.parametrize("rule", OTHER_RULES, ids=str)
+def test_vmap_over_batches_by_other_rules(backend, rule):
+    batches = [inputs_of(rule, seed) for seed in range(2)]
+    stacked = {name: mx.stack([batch[name] for batch in batches]) for name in batches[0]}
+    check_vmap(lambda **x: backend.verify_draft(**x, sampling=SAMPLING, rule=rule), stacked, {})
+
+
 def test_vmap_over_batches(backend):
     """Two batches stacked: a vmapped axis on top of the batch axis."""
     batches = [inputs(seed) for seed in range(2)]
@@ -246,6 +340,11 @@ def test_vmap_sample(backend):
         {"logits": mapped["logits"]},
         {"keys": mapped["keys"][0]},
     )
+    check_vmap(
+        lambda **x: backend.sample(**x, sampling=SAMPLING),
+        {"token_bitmask": given["token_bitmask"][:, 0]},
+        {"logits": mapped["logits"][0], "keys": mapped["keys"][0]},
+    )
 
 
 # Streams and threads
@@ -268,6 +367,18 @@ def test_other_streams(backend):
         assert (shifted - 1).tolist() == wanted.tokens.tolist()
         row = backend.sample(target[:, 0], keys=given["keys"], stream=stream)
         assert_same(row, backend.sample(target[:, 0], keys=given["keys"]))
+
+
+@pytest.mark.parametrize("rule", OTHER_RULES, ids=str)
+def test_other_rules_on_another_stream(backend, rule):
+    given, stream = inputs_of(rule), mx.new_stream(mx.cpu)
+    wanted = backend.verify_draft(**given, sampling=SAMPLING, rule=rule)
+    got = backend.verify_draft(**given, sampling=SAMPLING, rule=rule, stream=stream)
+    assert_same(got, wanted)
+    if rule == "coupled":
+        noise = {"rule": rule, "keys": given["keys"], "positions": given["positions"]}
+        target = given["target_logits"][:, 0]
+        assert_same(backend.sample(target, **noise, stream=stream), backend.sample(target, **noise))
 
 
 def test_async_eval(backend):

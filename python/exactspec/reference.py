@@ -180,7 +180,9 @@ def masked(logits: mx.array, token_bitmask: Optional[mx.array]) -> mx.array:
         return logits
     size = logits.shape[-1]
     words = mx.repeat(token_bitmask.astype(mx.int32), 32, axis=-1)[..., :size]
-    return mx.where(mx.right_shift(words, mx.arange(size) % 32) & 1, logits, -mx.inf)
+    # Under mx.vmap, bitwise operators read past the end of an operand that is not mapped.
+    place = mx.arange(size) % 32 + 0 * words
+    return mx.where(mx.right_shift(words, place) & 1, logits, -mx.inf)
 
 
 def weights(
@@ -521,13 +523,10 @@ def draw_token(law: mx.array, pair: mx.array) -> mx.array:
 
 
 def threefry2x32(key: tuple, first: mx.array, second: mx.array) -> tuple[mx.array, mx.array]:
-    """Threefry-2x32 with 20 rounds (Salmon et al. 2011), uint32; all arguments broadcast.
-
-    (Under ``mx.vmap``, bitwise operators lose the batch if only their right operand has one: the
-    left one always has it here.)
-    """
+    """Threefry-2x32 with 20 rounds (Salmon et al. 2011), uint32; all arguments broadcast."""
     schedule = (*key, key[0] ^ key[1] ^ 0x1BD11BDA)
     first, second = first + schedule[0], second + schedule[1]
+    second = second + 0 * first  # mapped by mx.vmap whenever the other is, as in `masked`
     turns = (13, 15, 26, 6, 17, 29, 16, 24)
     for i in range(20):
         first = first + second
