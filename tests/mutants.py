@@ -222,11 +222,11 @@ MUTANTS = [
     Mutant(
         "draft noise used again for the verification",
         "python/exactspec/generate.py",
-        "cycle = _verify(logits, draft, sampling, verify_key, logprobs)",
+        "cycle = _verify(logits, draft, sampling, rule, verify_key, at, logprobs)",
         "num_drafts = draft.draft_tokens.size\n"
         "                if num_drafts:\n"
         "                    verify_key = mx.random.split(draft_key, num_drafts)[0]\n"
-        "                cycle = _verify(logits, draft, sampling, verify_key, logprobs)",
+        "                cycle = _verify(logits, draft, sampling, rule, verify_key, at, logprobs)",
         ("tests/test_generate.py::test_joint_distribution_of_consecutive_tokens[opposite model]",),
     ),
 ]

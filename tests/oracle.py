@@ -442,11 +442,13 @@ def is_typical(target: Row, token: int, rule: Typical) -> tuple[bool, bool]:
     """Whether the typical rule accepts, and if that is a tie."""
     target_prob = target.probs[token] if token < len(target.probs) else 0.0
     epsilon, delta = exact(rule.epsilon), exact(rule.delta)
-    spread = entropy(target.probs)
-    threshold = min(epsilon, delta * np.exp(-spread))
-    larger = max(target_prob, threshold)
-    margin = (TIE * (1 + spread) + 20 * target.slack) * larger
-    tie = min(target_prob, threshold) > 0 and abs(target_prob - threshold) <= margin
+    spread, slack = entropy(target.probs), target.slack
+    doubt = TIE * (1 + spread)  # of the entropy; mass that moves takes its own along
+    if slack > 0:
+        doubt += slack * (1 + abs(np.log(slack)) + np.log(len(target.probs)))
+    low, threshold, high = (min(epsilon, delta * np.exp(s * doubt - spread)) for s in (-1, 0, 1))
+    margin = (TIE + slack) * target_prob + TIE * threshold
+    tie = min(target_prob, threshold) > 0 and low - margin <= target_prob <= high + margin
     if token < len(target.probs):
         tie |= target.in_doubt[token]
     return bool(target_prob > threshold), bool(tie)
