@@ -473,12 +473,12 @@ def _flag(condition: mx.array, bit: Status) -> mx.array:
     return mx.where(mx.any(condition, axis=-1), int(bit), 0).astype(mx.uint32)
 
 
-def residual(target_row: mx.array, draft_row: mx.array, weight: mx.array) -> mx.array:
-    """``max(weight * target - draft, 0)`` ``[B, V]``, unnormalised; the target if there is no mass.
+def residual(target_row: mx.array, draft_row: mx.array) -> mx.array:
+    """``max(target - draft, 0)`` ``[B, V]``, unnormalised; the target where no mass is left.
 
     Only rounding leaves none: target and draft agree then.
     """
-    left = mx.maximum(weight[:, None] * target_row - draft_row, 0.0)
+    left = mx.maximum(target_row - draft_row, 0.0)
     return mx.where(total(left)[:, None] > 0, left, target_row)
 
 
@@ -493,7 +493,7 @@ def next_weights(target: Rows, draft: Draft, prefix: Prefix) -> mx.array:
     probs = mx.take_along_axis(draft.probs, slot, axis=1)[:, 0]
     ids = None if draft.ids is None else mx.take_along_axis(draft.ids, slot, axis=1)[:, 0]
     draft_row = over_vocabulary(ids, probs, target_row.shape[-1])
-    left = residual(target_row, draft_row, prefix.weight)
+    left = residual(prefix.weight[:, None] * target_row, draft_row)
     return mx.where(prefix.from_residual[:, None], left, target_row)
 
 

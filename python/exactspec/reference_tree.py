@@ -197,7 +197,7 @@ def verify_tree(
 ) -> TreeResult:
     """:func:`exactspec.verify_tree` from plain ``mx`` operations; same arguments and results."""
     ops.check_arrays("verify_tree", target_logits=target_logits)
-    keys = ops.resolve_noise("verify_tree", target_logits.shape[:-2], uniforms, keys)
+    keys = ops.resolve_noise("verify_tree", "token", target_logits.shape[:-2], uniforms, keys)
     # Arrays are lazy: building the fused operation checks the arguments and evaluates nothing.
     fused = tree.verify_tree(
         target_logits,

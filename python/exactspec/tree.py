@@ -131,7 +131,7 @@ def verify_tree(
     ops.check_stream(op, stream)
     if not isinstance(replacement, bool):
         raise TypeError(f"[{op}] replacement: expected a bool, got {replacement!r}")
-    keys = ops.resolve_noise(op, target_logits.shape[:-2], uniforms, keys)
+    keys = ops.resolve_noise(op, "token", target_logits.shape[:-2], uniforms, keys)
     outputs = _ext.verify_tree(
         target_logits,
         draft_tokens,
