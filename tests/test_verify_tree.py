@@ -722,16 +722,16 @@ def test_padding_a_tree_changes_no_row(backend):
     """Neither more nodes nor the rows behind them enter a keyed row."""
     given = inputs()
     short = backend.verify_tree(**given)
-    more = {"draft_tokens": -1, "parents": 9, "token_bitmask": 0}
-    padded = {
-        name: value
-        if name == "keys"
-        else mx.concatenate(
-            [value, mx.full((len(value), 2, *value.shape[2:]), more.get(name, mx.nan), value.dtype)],
-            axis=1,
-        )
-        for name, value in given.items()
-    }
+    filler = {"draft_tokens": -1, "parents": 9, "token_bitmask": 0}
+
+    def with_two_more(name: str, value: mx.array) -> mx.array:
+        if name == "keys":
+            return value
+        shape = (len(value), 2, *value.shape[2:])
+        more = mx.full(shape, filler.get(name, mx.nan), value.dtype)
+        return mx.concatenate([value, more], axis=1)
+
+    padded = {name: with_two_more(name, value) for name, value in given.items()}
     result = backend.verify_tree(**padded)
     assert result.tokens[:, :6].tolist() == short.tokens.tolist()
     assert result.path[:, :5].tolist() == short.path.tolist()

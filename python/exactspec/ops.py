@@ -139,9 +139,7 @@ def check_rule(op: str, rule, choices, positions) -> None:
         raise ValueError(f"[{op}] positions: expected None with rule={rule!r}, got an array")
 
 
-def check_draft_sampling(
-    op: str, draft_logits, draft_sampling, sampling: Sampling
-) -> Sampling:
+def check_draft_sampling(op: str, draft_logits, draft_sampling, sampling: Sampling) -> Sampling:
     """The draft's parameters: the target's unless given, and only for a dense draft."""
     if draft_sampling is None:
         return sampling
