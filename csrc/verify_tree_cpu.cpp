@@ -36,10 +36,10 @@ struct Job {
   float* logprobs;
 };
 
-// The target behind one node, and what its rejected children leave of it. Each rejection makes
-// normalise(max(left - draft, 0)) of what is left. Taking the draft from left / mass is taking
-// mass * draft from left, so all of them together leave max(target - taken * draft, 0), unnormalised,
-// with one number `taken`; only ids that can no longer be drafted stay as they were.
+// The target behind one node, and what its rejected children leave of it. Each rejection makes it
+// normalise(max(left / mass - draft, 0)): unnormalised, mass * draft is taken from left. So all of
+// them together leave max(target - taken * draft, 0), with one number `taken`. Only ids that have
+// left the draft, or one-hot children that were rejected, are kept by themselves.
 class Branch {
  public:
   Branch(
@@ -104,7 +104,7 @@ class Branch {
     } else {
       taken_ += mass_ / draft_mass_;
     }
-    auto block_mass = block_masses();
+    auto block_mass = block_masses(id);
     double mass = std::accumulate(block_mass.begin(), block_mass.end(), 0.0);
     if (mass > 0) {
       mass_ = mass;
@@ -167,10 +167,14 @@ class Branch {
     return value;
   }
 
-  std::vector<double> block_masses() const {
+  std::vector<double> block_masses(int rejected) const {
     std::vector<double> mass(target_.block_mass.size(), 0.0);
+    // A one-hot rejection changes one block only.
+    bool others_known = is_one_hot() && !block_mass_.empty();
     for_each_block(row_, [&](int block) {
-      if (target_.block_mass[block] > 0) {
+      if (others_known && block != rejected / DRAW_BLOCK) {
+        mass[block] = block_mass_[block];
+      } else if (target_.block_mass[block] > 0) {
         float w[DRAW_BLOCK];
         int n = row_.block_size(block);
         load(block * DRAW_BLOCK, n, w);
@@ -246,8 +250,7 @@ class Walk {
 
   // Goes to a node whose token was accepted. False, with the status set, where its row is bad.
   bool enter(int node) {
-    branches_.push_back(
-        std::make_unique<Branch>(job_, sampling_, draft_sampling_, b_, node));
+    branches_.push_back(std::make_unique<Branch>(job_, sampling_, draft_sampling_, b_, node));
     flag_if(!branches_.back()->target().finite, NON_FINITE_TARGET);
     return branches_.back()->target().finite;
   }

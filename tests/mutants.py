@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 VERIFY = "csrc/verify_draft_cpu.cpp"
+TREE = "csrc/verify_tree_cpu.cpp"
 
 
 def case(name: str) -> str:
@@ -25,6 +26,10 @@ def stratified_block(scenario: str) -> str:
 
 def replay(rule: str) -> str:
     return f"tests/test_verify_draft.py::test_replay[cpu-{rule}]"
+
+
+def tree(name: str) -> str:
+    return f"tests/test_verify_tree.py::test_{name}"
 
 
 class Mutant(NamedTuple):
@@ -218,6 +223,60 @@ MUTANTS = [
             "tests/test_rules.py::test_cascade_that_always_defers_is_the_token_rule[cpu]",
             replay("cascade"),
         ),
+    ),
+    Mutant(
+        "tree: siblings judged by the target as it was before them",
+        TREE,
+        "return left(id) / mass_;",
+        "return target_.dist.prob(row_.logit(id), id);",
+        (
+            tree("stratified[cpu-(-1, -1)-with replacement]"),
+            tree("stratified[cpu-(-1, -1)-one-hot]"),
+            tree("chi_square[with-cpu]"),
+            tree("siblings_by_hand[cpu]"),
+        ),
+    ),
+    Mutant(
+        "tree: draft row of the node before the parent",
+        TREE,
+        "draft_row_(node + 1)",
+        "draft_row_(std::max(node, 0))",
+        (tree("stratified[cpu-(-1, 0)-with replacement]"), tree("chi_square[with-cpu]")),
+    ),
+    Mutant(
+        "tree: target row of the node before the parent",
+        TREE,
+        "row_(make_row(job.target_logits, b, node + 1))",
+        "row_(make_row(job.target_logits, b, std::max(node, 0)))",
+        (tree("stratified[cpu-(-1, 0)-with replacement]"), tree("chi_square[without-cpu]")),
+    ),
+    Mutant(
+        "tree: draft not renormalised without replacement",
+        TREE,
+        "      draft_mass_ = -1;",
+        "",
+        (
+            tree("stratified[cpu-(-1, -1)-without replacement]"),
+            tree("chi_square[without-cpu]"),
+            tree("without_replacement_by_hand[cpu]"),
+        ),
+    ),
+    Mutant(
+        "tree: every rejection takes the draft off the first target",
+        TREE,
+        "taken_ += mass_ / draft_mass_;",
+        "taken_ += 1 / draft_mass_;",
+        (
+            tree("chi_square[with-cpu]"),
+            tree("replay_many_siblings[cpu-dense-with]"),
+        ),
+    ),
+    Mutant(
+        "tree: children of any node on the path are tried",
+        TREE,
+        "parent(node) != at ||",
+        "parent(node) > at ||",
+        (tree("replay[cpu]"), tree("chi_square[with-cpu]")),
     ),
     Mutant(
         "draft noise used again for the verification",

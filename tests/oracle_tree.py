@@ -1,8 +1,8 @@
 """The law of ``verify_tree`` in float64 NumPy, written from the documented law alone.
 
-Like :mod:`oracle`, whose distributions and words it uses: one sequence at a time, one node after the
-other. :func:`walk` leaves it open how a child's coin falls, so that the same steps serve to replay
-given coins (:func:`verify_tree`) and to go through all of them (:func:`emitted_law`).
+Like :mod:`oracle`, whose distributions and words it uses: one sequence at a time, one node after
+the other. :func:`walk` leaves it open how a child's coin falls, so that the same steps serve to
+replay given coins (:func:`verify_tree`) and to go through all of them (:func:`emitted_law`).
 """
 
 from __future__ import annotations

@@ -257,7 +257,7 @@ def draft_of_row(law: dict, sampling: oracle.Sampling, b: int, row: int) -> orac
 def draft_token(
     rng, target_logits: np.ndarray, draft: oracle.Draft | None, taken: tuple[int, ...] = ()
 ) -> int:
-    """Drawn from the draft without the tokens taken; sometimes the target's best, any, or unused."""
+    """Drawn from the draft without those taken; sometimes the target's best, any, or unused."""
     chance = rng.random()
     probs = None if draft is None else np.where(np.isin(draft.ids, taken), 0.0, draft.probs)
     if chance < 0.05:

@@ -205,6 +205,15 @@ def test_not_an_array(backend, arguments, argument, kind):
     assert type(bad).__name__ in message
 
 
+@pytest.mark.parametrize(
+    "arguments, argument",
+    [(dense, "target_logits"), (dense, "draft_tokens"), (plain, "logits")],
+    ids=parameter_id,
+)
+def test_not_optional(backend, arguments, argument):
+    check_error(*operation_of(backend, arguments), argument, arguments(**{argument: None}))
+
+
 @pytest.mark.parametrize("arguments", [dense, plain], ids=parameter_id)
 @pytest.mark.parametrize(
     "shape, dtype",

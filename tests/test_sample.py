@@ -121,6 +121,19 @@ def test_two_levels(backend):
         assert backend.sample(logits, uniforms=mx.array([pair])).tokens.item() == token
 
 
+def test_a_block_without_weight_is_never_chosen(backend):
+    """Not at u = 0 either, where all its weights are so small that they may count as 0."""
+    logits = mx.full((2, 3 * 2048), -100.0)
+    logits[:, 2048:4096] = 0.0
+    largest = 1 - 2.0**-24
+    uniforms = mx.array([[0.0, 0.0], [largest, largest]])
+    for sampling in (Sampling(), Sampling(top_p=0.999)):
+        result = backend.sample(logits, sampling, uniforms=uniforms)
+        assert result.tokens[0].item() in (0, 2048)  # exp(-100) counts as 0, or as what it is
+        assert 2048 < result.tokens[1].item() < 4096
+        assert result.status.tolist() == [0, 0]
+
+
 def test_one_block_ignores_the_first_uniform(backend):
     logits = mx.random.normal((200, 2048), key=mx.random.key(2))
     uniforms = mx.random.uniform(shape=(200, 2), key=mx.random.key(3))

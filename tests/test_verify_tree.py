@@ -229,9 +229,10 @@ def frequencies_of(backend, grid: int) -> Laws:
 @pytest.mark.parametrize("kind", DRAFTS)
 @pytest.mark.parametrize("parents", [(-1,), (-1, -1), (-1, 0)], ids=str)
 def test_stratified(backend, figure, parents, kind):
+    """A coin costs half a cell of its axis, the draw's interval two ends of half a cell."""
     grid = 12 if backend.simulated else 40
     error = joint_error(parents, kind, laws=frequencies_of(backend, grid))
-    bound = (len(parents) + 1) / grid
+    bound = (0.5 * len(parents) + 1) / grid
     figure(f"stratified error (bound {bound:.4f})", error)
     assert error <= bound + TIE
 
@@ -409,3 +410,538 @@ def test_replay_many_siblings(backend, figure, kind, replacement):
     late = np.isin(wanted.path, [3, 4, 7, 10, 12]).any(axis=1).mean()
     figure("share of sequences that accept after two rejections", late)
     assert late > 0.05
+
+
+# Single facts
+
+
+def logs(probs) -> mx.array:
+    with np.errstate(divide="ignore"):
+        return mx.array(np.log(np.array(probs)).astype(np.float32))
+
+
+def verify_one(backend, target, tokens, parents, coins, pair=(0.5, 0.5), **options):
+    """A single tree, without the batch axis; target rows as probabilities."""
+    uniforms = mx.array([*coins, *pair], mx.float32)
+    return backend.verify_tree(
+        logs(target),
+        mx.array(tokens, mx.int32),
+        mx.array(parents, mx.int32),
+        uniforms=uniforms,
+        **options,
+    )
+
+
+def check_result(result, tokens, path, status) -> None:
+    got = [result.tokens.tolist(), result.path.tolist(), result.status.item()]
+    assert got == [tokens, path, status]
+    assert result.num_accepted.item() == sum(node >= 0 for node in path)
+
+
+UNIFORM = [0.25, 0.25, 0.25, 0.25]
+
+
+@pytest.mark.parametrize("kind", ["dense", "sparse", "one-hot"])
+@pytest.mark.parametrize("replacement", [True, False])
+def test_a_chain_is_a_draft(backend, kind, replacement):
+    """The same bits as ``verify_draft``."""
+    B, N, size = 64, 4, 3000
+    keys = mx.random.split(mx.random.key(1), 5)
+    target = 4 * mx.random.normal((B, N + 1, size), key=keys[0])
+    draft = target + 0.5 * mx.random.normal(target.shape, key=keys[1])
+    tokens = mx.random.categorical(draft[:, :N], key=keys[2]).astype(mx.int32)
+    options = {"logprobs": "filtered", "keys": mx.random.split(keys[3], B)}
+    options["sampling"] = Sampling(temperature=0.8, top_k=50)
+    rows = {"draft_logits": draft} if kind == "dense" else {}
+    if kind == "sparse":
+        ids = mx.argsort(-draft, axis=-1)[..., :5].astype(mx.int32)
+        rows = {"draft_ids": ids, "draft_probs": mx.full(ids.shape, 0.2)}
+    parents = mx.broadcast_to(mx.arange(-1, N - 1, dtype=mx.int32), (B, N))
+    got = backend.verify_tree(target, tokens, parents, replacement=replacement, **rows, **options)
+    rows = {name: row[:, :N] for name, row in rows.items()}
+    wanted = backend.verify_draft(target, tokens, **rows, **options)
+    for name in ("tokens", "num_accepted", "status", "logprobs"):
+        np.testing.assert_array_equal(
+            np.array(getattr(got, name)), np.array(getattr(wanted, name)), err_msg=name
+        )
+    on_path = np.arange(N) < np.array(got.num_accepted)[:, None]
+    assert np.array(got.path).tolist() == np.where(on_path, np.arange(N), -1).tolist()
+    assert got.num_accepted.max().item() > 1
+
+
+def test_siblings_by_hand(backend):
+    """Target (1/2, 1/4, 1/8, 1/8), one-hot children 1, 1, 2, 0 with coins at their thresholds."""
+    target = [[0.5, 0.25, 0.125, 0.125]] + [UNIFORM] * 4
+    tokens, parents = [1, 1, 2, 0], [-1] * 4
+    for coins, path, first in (
+        ([0.2499, 0.0, 0.0, 0.0], [0, -1, -1, -1], 1),
+        # 1 is rejected, and again; then the target is (2/3, 0, 1/6, 1/6), then (4/5, 0, 0, 1/5).
+        ([0.2501, 0.0, 0.1666, 0.9], [2, -1, -1, -1], 2),
+        ([0.2501, 0.0, 0.1667, 0.7999], [3, -1, -1, -1], 0),
+        ([0.2501, 0.0, 0.1667, 0.8001], [-1] * 4, 3),
+    ):
+        result = verify_one(backend, target, tokens, parents, coins)
+        after = 2 if path[0] >= 0 else -1
+        check_result(result, [first, after, -1, -1, -1], path, 0)
+
+
+def test_without_replacement_by_hand(backend):
+    """Target (.1, .4, .5), draft (.6, .1, .3): id 0 rejected, the target is (0, .6, .4).
+
+    The draft stays, and then id 2 always passes; or it is (0, 1/4, 3/4), and the coin decides at
+    .4 / .75. Rejected as well, it leaves all mass on id 1.
+    """
+    target, draft = [[0.1, 0.4, 0.5]] + [[1, 0, 0]] * 2, logs([[0.6, 0.1, 0.3]] * 3)
+    for replacement, coin, tokens, path in (
+        (True, 0.999, [2, 0, -1], [1, -1]),
+        (False, 0.5333, [2, 0, -1], [1, -1]),
+        (False, 0.5334, [1, -1, -1], [-1, -1]),
+    ):
+        options = {"draft_logits": draft, "replacement": replacement}
+        result = verify_one(backend, target, [0, 2], [-1, -1], [0.5, coin], **options)
+        check_result(result, tokens, path, 0)
+
+
+def test_a_draft_that_runs_out(backend):
+    """Without replacement the siblings after the draft's only id are skipped, and set no bit."""
+    target, draft = [[0.5, 0.5, 0]] + [[1, 0, 0]] * 3, logs([[1, 0, 0]] * 4)
+    tokens, parents, coins = [0, 1, 7], [-1] * 3, [0.6, 0.0, 0.0]
+    skipped = verify_one(
+        backend, target, tokens, parents, coins, draft_logits=draft, replacement=False
+    )
+    check_result(skipped, [1, -1, -1, -1], [-1] * 3, 0)
+    tried = verify_one(backend, target, tokens, parents, coins, draft_logits=draft)
+    check_result(tried, [1, 0, -1, -1], [1, -1, -1], 8)
+
+
+def test_unused_nodes(backend):
+    """They are never tried, nor are their children, and their parents are ignored."""
+    target = [UNIFORM] * 5
+    result = verify_one(backend, target, [-1, 0, -1, 1], [5, 0, -7, -1], [0.0] * 4)
+    check_result(result, [1, 2, -1, -1, -1], [3, -1, -1, -1], 0)
+
+
+@pytest.mark.parametrize("parent", [1, 2, 9, -2, -(2**31), 2**31 - 1])
+def test_bad_parents(backend, parent):
+    """The tree ends before the node, although its parent may be off the path."""
+    target = [UNIFORM] * 4
+    result = verify_one(backend, target, [0, 1, 2], [-1, parent, -1], [0.0] * 3)
+    check_result(result, [0, 2, -1, -1], [0, -1, -1], 16)
+    result = verify_one(backend, target, [0, 1, 2], [-1, parent, -1], [0.9, 0.0, 0.0])
+    check_result(result, [2, -1, -1, -1], [-1, -1, -1], 16)
+
+
+def test_tokens_that_are_passed_over(backend):
+    """Below -1, beyond the vocabulary when one-hot, or not among the draft's columns."""
+    target, parents = [[0.25, 0.75, 0]] + [[0, 1, 0]] * 2, [-1, -1]
+    draft, pair = mx.zeros((3, 2)), (0.5, 0.1)
+    sparse = {"draft_ids": mx.array([[0, 1]] * 3), "draft_probs": mx.full((3, 2), 0.5)}
+    for token, options in (
+        (-2, {}),
+        (-2, {"draft_logits": draft}),
+        (3, {}),
+        (2, {"draft_logits": draft}),
+        (1, {"draft_logits": draft, "draft_vocab": mx.array([0, 2])}),
+        (3, sparse),
+    ):
+        # The sibling is judged by the target as it is, and taken from it if it is rejected.
+        accepted, rejected = (
+            verify_one(backend, target, [token, 0], parents, [0.0, coin], pair, **options)
+            for coin in (0.2, 0.6)
+        )
+        check_result(accepted, [0, 1, -1], [1, -1], 4)
+        check_result(rejected, [1, -1, -1], [-1, -1], 4)
+        # Not reached: no bit.
+        first = verify_one(backend, target, [0, token], parents, [0.0, 0.0], pair, **options)
+        check_result(first, [0, 1, -1], [0, -1], 0)
+
+
+def test_tokens_beyond_the_vocabulary_that_the_draft_can_produce(backend):
+    """An ordinary rejection: the draft (1/2, 1/4 | 1/4) leaves (3/8, 5/8) of (1/2, 1/2)."""
+    target = [[0.5, 0.5]] * 2
+    draft = logs([[0.5, 0.25, 0.25]] * 2)
+    result = verify_one(backend, target, [2], [-1], [0.0], (0.5, 0.0), draft_logits=draft)
+    check_result(result, [1, -1], [-1], 4)
+
+
+def test_greedy(backend):
+    """The child that is the argmax, the first by index; neither coins nor drafts are read."""
+    target = [[0.1, 0.6, 0.3]] + [[0.7, 0.2, 0.1]] * 5
+    tokens, parents = [0, 1, 1, 2, 0], [-1, -1, -1, 1, 1]
+    options = {"sampling": Sampling(temperature=0), "draft_logits": mx.full((6, 3), mx.nan)}
+    result = verify_one(backend, target, tokens, parents, [0.999] * 5, **options)
+    check_result(result, [1, 0, 0, -1, -1, -1], [1, 4, -1, -1, -1], 0)
+
+
+@pytest.mark.parametrize("kind", ["dense", "sparse"])
+def test_rows_off_the_path_are_not_read(backend, kind):
+    """Bad rows matter where they are reached: a draft's only if there are children to try."""
+    size, path_rows = 4, (0, 2, 4)
+    tokens, parents, coins = [0, 1, 2, 3, 2], [-1, -1, 0, 1, -1], [0.9, 0.0, 0.0, 0.0, 0.0]
+    draft = np.zeros((6, size), np.float32)
+    target = np.full((6, size), np.nan, np.float32)
+    target[list(path_rows)] = 0.0
+    target[0, 0] = -np.inf
+
+    def verify(target, bad_draft_rows):
+        rows = draft.copy()
+        rows[list(bad_draft_rows)] = np.nan
+        if kind == "dense":
+            given = {"draft_logits": mx.array(rows)}
+        else:
+            ids = mx.broadcast_to(mx.arange(size), rows.shape)
+            given = {"draft_ids": ids, "draft_probs": mx.array(0.25 + rows)}
+        return backend.verify_tree(
+            mx.array(target),
+            mx.array(tokens, mx.int32),
+            mx.array(parents, mx.int32),
+            uniforms=mx.array([*coins, 0.5, 0.5], mx.float32),
+            **given,
+        )
+
+    check_result(verify(target, (1, 3, 4, 5)), [1, 3, 2, -1, -1, -1], [1, 3, -1, -1, -1], 0)
+    check_result(verify(target, (2,)), [1, -1, -1, -1, -1, -1], [1, -1, -1, -1, -1], 2)
+    check_result(verify(target, (0,)), [-1] * 6, [-1] * 5, 2)
+    for row, accepted in ((0, []), (2, [1]), (4, [1, 3])):
+        bad = target.copy()
+        bad[row, 1] = np.nan
+        emitted = [tokens[node] for node in accepted]
+        check_result(
+            verify(bad, ()),
+            emitted + [-1] * (6 - len(accepted)),
+            accepted + [-1] * (5 - len(accepted)),
+            1,
+        )
+
+
+def test_nan_draft_stats(backend):
+    """In a row with children to try it stops there; in another it is not read."""
+    draft, stats = mx.zeros((3, 2)), mx.tile(mx.array([0.0, np.log(2), 0.0, 1.0]), (3, 1))
+    options = {"draft_logits": draft, "draft_stats": stats}
+    target, tokens, parents, coins = [[0.5, 0.5]] * 3, [0, 1], [-1, 0], [0.5, 0.5]
+    stats[2, 0] = mx.nan
+    result = verify_one(backend, target, tokens, parents, coins, **options)
+    check_result(result, [0, 1, 1], [0, 1], 0)
+    stats[1, 0] = mx.nan
+    result = verify_one(backend, target, tokens, parents, coins, **options)
+    check_result(result, [0, -1, -1], [0, -1], 2)
+
+
+def test_bad_parameter_in_an_array(backend):
+    """It silences its own sequence only."""
+    for side in ("sampling", "draft_sampling"):
+        result = backend.verify_tree(
+            logs([[[0, 1], [1, 0]]] * 3),
+            mx.ones((3, 1), mx.int32),
+            mx.full((3, 1), -1, mx.int32),
+            draft_logits=mx.zeros((3, 2, 2)),
+            uniforms=mx.full((3, 3), 0.5),
+            logprobs="filtered",
+            **{side: Sampling(temperature=mx.array([1.0, np.nan, 1.0]))},
+        )
+        assert result.status.tolist() == [0, 32, 0]
+        assert result.num_accepted.tolist() == [1, 0, 1]
+        assert result.path.tolist() == [[0], [-1], [0]]
+        assert result.tokens.tolist() == [[1, 0], [-1, -1], [1, 0]]
+        assert np.isnan(np.array(result.logprobs)[1]).all()
+
+
+def test_result_dtypes_and_shapes(backend):
+    tokens = mx.zeros((2, 3), mx.uint32)
+    result = backend.verify_tree(
+        mx.zeros((2, 4, 5), mx.bfloat16), tokens, mx.full((2, 3), -1, mx.int32), logprobs="raw"
+    )
+    assert result.tokens.shape == (2, 4) and result.tokens.dtype == mx.int32
+    assert result.path.shape == (2, 3) and result.path.dtype == mx.int32
+    assert result.num_accepted.shape == (2,) and result.num_accepted.dtype == mx.int32
+    assert result.status.shape == (2,) and result.status.dtype == mx.uint32
+    assert result.logprobs.shape == (2, 4) and result.logprobs.dtype == mx.float32
+
+
+@pytest.mark.parametrize("B, N", [(0, 2), (0, 0), (3, 0)])
+def test_empty(backend, B, N):
+    result = backend.verify_tree(
+        mx.zeros((B, N + 1, 4)), mx.zeros((B, N), mx.int32), mx.zeros((B, N), mx.int32)
+    )
+    assert result.tokens.shape == (B, N + 1) and result.path.shape == (B, N)
+    assert ((result.tokens >= 0) & (result.tokens < 4)).all()
+
+
+# Noise, batches and the graph
+
+
+def inputs(seed: int = 0, B: int = 6, N: int = 5, size: int = 300) -> dict[str, mx.array]:
+    """A sampled batch with a dense draft; children are often accepted and often not."""
+    keys = mx.random.split(mx.random.key(seed), 5)
+    target = 2 * mx.random.normal((B, N + 1, size), key=keys[0])
+    parents = np.array([-1, -1, 0, 0, 1, 3, 3, -1][:N], np.int32)
+    draft = target + 0.7 * mx.random.normal(target.shape, key=keys[1])
+    rows = mx.array(np.array(draft)[:, parents + 1])
+    given = {
+        "target_logits": target,
+        "draft_tokens": mx.random.categorical(rows, key=keys[2]).astype(mx.int32),
+        "parents": mx.array(np.tile(parents, (B, 1))),
+        "draft_logits": draft,
+        "keys": mx.random.split(keys[3], B),
+        "token_bitmask": mx.random.randint(
+            -(2**31), 2**31 - 1, (B, N + 1, (size + 31) // 32), key=keys[4]
+        ),
+    }
+    mx.eval(given)
+    return given
+
+
+SAMPLING = Sampling(temperature=0.8, top_k=100, top_p=0.95)
+
+
+def arrays_of(result) -> list[np.ndarray]:
+    return [np.array(x) for x in result if isinstance(x, mx.array)]
+
+
+def assert_same(got, wanted) -> None:
+    for x, y in zip(arrays_of(got), arrays_of(wanted), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_a_row_alone_and_in_a_batch(backend):
+    """The same bits, again and again, alone or among others, with or without the batch axis."""
+    given = inputs(B=40, size=3000)
+    options = {"sampling": SAMPLING, "logprobs": "raw", "replacement": False}
+    whole = backend.verify_tree(**given, **options)
+    assert whole.num_accepted.max().item() > 1
+    assert_same(backend.verify_tree(**given, **options), whole)
+    for b in (0, 17, 39):
+        some = backend.verify_tree(**{k: v[b : b + 1] for k, v in given.items()}, **options)
+        one = backend.verify_tree(**{k: v[b] for k, v in given.items()}, **options)
+        for got, alone, wanted in zip(arrays_of(some), arrays_of(one), arrays_of(whole)):
+            np.testing.assert_array_equal(got, wanted[b : b + 1])
+            np.testing.assert_array_equal(alone, wanted[b])
+
+
+def test_padding_a_tree_changes_no_row(backend):
+    """Neither more nodes nor the rows behind them enter a keyed row."""
+    given = inputs()
+    short = backend.verify_tree(**given)
+    filler = {"draft_tokens": -1, "parents": 9, "token_bitmask": 0}
+
+    def with_two_more(name: str, value: mx.array) -> mx.array:
+        if name == "keys":
+            return value
+        shape = (len(value), 2, *value.shape[2:])
+        more = mx.full(shape, filler.get(name, mx.nan), value.dtype)
+        return mx.concatenate([value, more], axis=1)
+
+    padded = {name: with_two_more(name, value) for name, value in given.items()}
+    result = backend.verify_tree(**padded)
+    assert result.tokens[:, :6].tolist() == short.tokens.tolist()
+    assert result.path[:, :5].tolist() == short.path.tolist()
+    assert result.status.tolist() == short.status.tolist() == [0] * 6
+
+
+def test_keys_stand_for_mlx_uniforms(backend):
+    B, N, size = 4, 254, 40
+    keys = mx.random.split(mx.random.key(6), B)
+    target = mx.random.normal((B, N + 1, size), key=mx.random.key(7))
+    tokens = mx.random.randint(0, size, (B, N), key=mx.random.key(8))
+    parents = mx.broadcast_to(mx.maximum(mx.arange(N) - 20, -1).astype(mx.int32), (B, N))
+    uniforms = mx.stack([mx.random.uniform(shape=(256,), key=key) for key in keys])
+    keyed = backend.verify_tree(target, tokens, parents, keys=keys)
+    replayed = backend.verify_tree(target, tokens, parents, uniforms=uniforms)
+    assert keyed.num_accepted.max() > 0
+    assert_same(keyed, replayed)
+
+
+def test_seed(backend):
+    """Without explicit noise ``mx.random`` supplies it."""
+    target, tokens = mx.zeros((4, 3, 1000)), mx.zeros((4, 2), mx.int32)
+    parents = mx.full((4, 2), -1, mx.int32)
+
+    def draws(seed):
+        mx.random.seed(seed)
+        return [backend.verify_tree(target, tokens, parents).tokens.tolist() for _ in range(2)]
+
+    first = draws(1)
+    assert first == draws(1)
+    assert first != draws(2)
+    assert first[0] != first[1]
+
+
+@pytest.mark.parametrize("replacement", [True, False], ids=["with", "without"])
+def test_compile(backend, replacement):
+    @mx.compile
+    def verify(given, sampling):
+        return backend.verify_tree(
+            **given, sampling=sampling, replacement=replacement, logprobs="raw"
+        )
+
+    for seed, temperature in enumerate((0.5, 1.0, 0.0)):
+        given, sampling = inputs(seed), Sampling(temperature=mx.full((6,), temperature))
+        wanted = backend.verify_tree(
+            **given, sampling=sampling, replacement=replacement, logprobs="raw"
+        )
+        assert_same(verify(given, sampling), wanted)
+
+
+def test_compile_shapeless(backend):
+    """Another batch size neither fails nor gives another result."""
+    compiled = mx.compile(lambda given: backend.verify_tree(**given).tokens)
+    given = inputs()
+    whole = compiled(given).tolist()
+    assert compiled({name: value[:4] for name, value in given.items()}).tolist() == whole[:4]
+
+
+@pytest.mark.parametrize("replacement", [True, False], ids=["with", "without"])
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("target_logits",),
+        ("draft_tokens",),
+        ("parents",),
+        ("draft_logits",),
+        ("keys",),
+        ("token_bitmask",),
+        ("draft_tokens", "draft_logits"),
+        tuple(inputs()),
+    ],
+    ids="-".join,
+)
+def test_vmap(backend, names, replacement):
+    """Functions of one sequence, mapped over some inputs, give the same bits as a loop."""
+    given = inputs()
+    given["parents"][2:4] = mx.array([-1, 0, 0, 1, 2], mx.int32)
+    shared = {name: value[4] for name, value in given.items() if name not in names}
+
+    def call(*values):
+        result = backend.verify_tree(
+            **dict(zip(names, values)),
+            **shared,
+            sampling=SAMPLING,
+            replacement=replacement,
+            logprobs="raw",
+        )
+        return tuple(x for x in result if isinstance(x, mx.array))
+
+    got = mx.vmap(call)(*(given[name] for name in names))
+    rows = [call(*(given[name][b] for name in names)) for b in range(6)]
+    for x, ys in zip(got, zip(*rows), strict=True):
+        np.testing.assert_array_equal(np.array(x), np.stack([np.array(y) for y in ys]))
+
+
+def test_other_streams(backend):
+    given = inputs()
+    wanted = backend.verify_tree(**given, sampling=SAMPLING)
+    for stream in (mx.new_stream(mx.cpu), mx.cpu):
+        assert_same(backend.verify_tree(**given, sampling=SAMPLING, stream=stream), wanted)
+
+
+# Bad arguments
+
+
+B, N, SIZE, S = 2, 3, 40, 4
+
+
+def dense(**changes) -> dict:
+    """Good arguments with a dense draft, then ``changes``."""
+    return {
+        "target_logits": mx.zeros((B, N + 1, SIZE)),
+        "draft_tokens": mx.zeros((B, N), mx.int32),
+        "parents": mx.full((B, N), -1, mx.int32),
+        "draft_logits": mx.zeros((B, N + 1, SIZE)),
+        "draft_stats": mx.zeros((B, N + 1, 4)),
+        "uniforms": mx.zeros((B, N + 2)),
+        "token_bitmask": mx.full((B, N + 1, 2), -1, mx.int32),
+        **changes,
+    }
+
+
+def sparse(**changes) -> dict:
+    given = dense(
+        draft_ids=mx.zeros((B, N + 1, S), mx.int32), draft_probs=mx.full((B, N + 1, S), 0.25)
+    )
+    del given["draft_logits"], given["draft_stats"]
+    return {**given, **changes}
+
+
+def one_hot(**changes) -> dict:
+    given = dense()
+    del given["draft_logits"], given["draft_stats"]
+    return {**given, **changes}
+
+
+def test_the_good_arguments_are_good(backend):
+    for arguments in (dense(), sparse(), one_hot()):
+        assert backend.verify_tree(**arguments).status.tolist() == [0] * B
+
+
+@pytest.mark.parametrize(
+    "argument, given",
+    [
+        ("target_logits", dense(target_logits=mx.zeros((SIZE,)))),
+        ("target_logits", dense(target_logits=mx.zeros((1, B, N + 1, SIZE)))),
+        ("target_logits", dense(target_logits=mx.zeros((B, N + 1, 0)))),
+        ("target_logits", dense(target_logits=mx.zeros((B, N + 1, SIZE), mx.int32))),
+        ("draft_tokens", dense(draft_tokens=mx.zeros((B, N + 1), mx.int32))),
+        ("draft_tokens", dense(draft_tokens=mx.zeros((B, N), mx.int16))),
+        ("parents", dense(parents=mx.zeros((B, N + 1), mx.int32))),
+        ("parents", dense(parents=mx.zeros((N,), mx.int32))),
+        ("parents", dense(parents=mx.zeros((B, N), mx.uint32))),
+        ("parents", dense(parents=mx.zeros((B, N)))),
+        ("parents", dense(parents=[[-1] * N] * B)),
+        ("parents", dense(parents=None)),
+        ("draft_logits", dense(draft_logits=mx.zeros((B, N, SIZE)))),
+        ("draft_logits", dense(draft_logits=mx.zeros((B, N + 1, 0)))),
+        ("draft_stats", dense(draft_stats=mx.zeros((B, N, 4)))),
+        ("draft_stats", sparse(draft_stats=mx.zeros((B, N + 1, 4)))),
+        ("draft_ids", sparse(draft_ids=mx.zeros((B, N, S), mx.int32))),
+        ("draft_probs", sparse(draft_probs=mx.zeros((B, N + 1, S + 1)))),
+        ("draft_probs", one_hot(draft_ids=mx.zeros((B, N + 1, S), mx.int32))),
+        ("draft_logits", sparse(draft_logits=mx.zeros((B, N + 1, SIZE)))),
+        ("draft_vocab", dense(draft_vocab=mx.zeros((SIZE + 1,), mx.int32))),
+        ("draft_vocab", one_hot(draft_vocab=mx.zeros((SIZE,), mx.int32))),
+        ("draft_sampling", sparse(draft_sampling=Sampling())),
+        ("draft_sampling.top_p", dense(draft_sampling=Sampling(top_p=2.0))),
+        ("sampling.temperature", dense(sampling=Sampling(temperature=-1.0))),
+        ("sampling.temperature", dense(sampling=Sampling(temperature=mx.ones((B + 1,))))),
+        ("sampling", dense(sampling=None)),
+        ("uniforms", dense(uniforms=mx.zeros((B, N + 1)))),
+        ("uniforms", dense(uniforms=mx.zeros((B, N + 2), mx.float16))),
+        ("uniforms", dense(keys=mx.zeros((B, 2), mx.uint32))),
+        ("keys", dense(uniforms=None, keys=mx.zeros((B, 2), mx.int32))),
+        ("token_bitmask", dense(token_bitmask=mx.zeros((B, N, 2), mx.int32))),
+        ("logprobs", dense(logprobs="log")),
+        ("replacement", dense(replacement=1)),
+        ("replacement", dense(replacement=None)),
+        ("stream", dense(stream="cpu")),
+    ],
+)
+def test_bad_argument(backend, argument, given):
+    """The message names the operation, the argument, what was expected and what came."""
+    with pytest.raises((ValueError, TypeError)) as error:
+        mx.eval(backend.verify_tree(**given).tokens)
+    message = str(error.value)
+    assert message.startswith("[verify_tree] ") and argument in message, message
+    assert "expected" in message and "got" in message, message
+
+
+def test_keys_serve_254_nodes(backend):
+    many = 255
+    given = {
+        "target_logits": mx.zeros((1, many + 1, 2)),
+        "draft_tokens": mx.zeros((1, many), mx.int32),
+        "parents": mx.arange(-1, many - 1, dtype=mx.int32)[None],
+    }
+    for noise in ({"keys": mx.zeros((1, 2), mx.uint32)}, {}):
+        with pytest.raises(ValueError, match=r"^\[verify_tree\] .*254.*255"):
+            backend.verify_tree(**given, **noise)
+    result = backend.verify_tree(**given, uniforms=mx.zeros((1, many + 2)))
+    assert result.num_accepted.item() == many
+
+
+def test_no_gradient():
+    def loss(logits):
+        given = dense(target_logits=logits, logprobs="filtered")
+        return fused.verify_tree(**given).logprobs.sum()
+
+    for fused in (backend for backend in TREE_BACKENDS if backend.fused):
+        with pytest.raises(ValueError, match="verify_tree.*derivative"):
+            mx.eval(mx.grad(loss)(mx.zeros((B, N + 1, SIZE))))

@@ -16,6 +16,8 @@ PLACEHOLDER_TOKEN = _ext.PLACEHOLDER_TOKEN
 
 LOGPROBS = (None, "raw", "filtered")
 
+REQUIRED_ARRAYS = ("logits", "target_logits", "draft_tokens", "parents")
+
 Stream = Union[mx.Stream, mx.Device, mx.DeviceType, None]
 
 
@@ -99,9 +101,10 @@ class SampleResult(NamedTuple):
 
 
 def check_arrays(op: str, **arguments) -> None:
-    """Raise ``TypeError`` unless every argument is an ``mx.array`` or ``None``."""
+    """Raise ``TypeError`` unless every argument is an ``mx.array``, or ``None`` if optional."""
     for name, value in arguments.items():
-        if value is not None and not isinstance(value, mx.array):
+        is_absent = value is None and name not in REQUIRED_ARRAYS
+        if not is_absent and not isinstance(value, mx.array):
             raise TypeError(
                 f"[{op}] {name}: expected mlx.core.array, got {type(value).__module__}."
                 f"{type(value).__name__}"

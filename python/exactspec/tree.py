@@ -102,8 +102,8 @@ def verify_tree(
 
     A parent that is below ``-1`` or does not come before its node sets ``Status.BAD_PARENT``, and
     the tree ends before that node. A child that its row of the draft cannot produce, or whose token
-    is below ``-1``, sets ``Status.OUT_OF_RANGE`` and is passed over. A token ``>= V`` that the draft
-    can produce sets it too, and is an ordinary proposal of target probability 0.
+    is below ``-1``, sets ``Status.OUT_OF_RANGE`` and is passed over. A token ``>= V`` that the
+    draft can produce sets it too, and is an ordinary proposal of target probability 0.
 
     Raises:
         TypeError: an argument is not an array (or a parameter not a number).

@@ -2,10 +2,15 @@
 #include "host.h"
 #include "sample.h"
 #include "verify_draft.h"
+#include "verify_tree.h"
 
 namespace exactspec {
 
 void VerifyDraft::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) {
+  metal_sim::evaluate(name(), stream(), inputs, outputs, [&] { eval_gpu(inputs, outputs); });
+}
+
+void VerifyTree::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) {
   metal_sim::evaluate(name(), stream(), inputs, outputs, [&] { eval_gpu(inputs, outputs); });
 }
 
