@@ -89,8 +89,15 @@ def generate(
         str | None, typer.Option(help="Draft with this smaller model of the same tokenizer.")
     ] = None,
     num_draft_tokens: Annotated[
-        int | None, typer.Option(help="Tokens drafted per cycle, at most. Default: 4.")
+        int | None,
+        typer.Option(help="Tokens drafted per cycle, at most. Default: 4, or 8 with --adaptive."),
     ] = None,
+    adaptive: Annotated[
+        bool,
+        typer.Option(
+            "--adaptive", help="In each cycle draft as many tokens as pay, up to that number."
+        ),
+    ] = False,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 or less is off.")] = 0,
     top_p: Annotated[
@@ -100,7 +107,9 @@ def generate(
         float, typer.Option(help="Keep tokens of this share of the likeliest's; 0 is off.")
     ] = 0.0,
     max_tokens: Annotated[int, typer.Option(help="Stop after this many tokens.")] = 256,
-    seed: Annotated[int | None, typer.Option(help="The same seed gives the same text.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="The same seed gives the same text, unless --adaptive.")
+    ] = None,
     chat: Annotated[
         bool | None,
         typer.Option(
@@ -124,7 +133,7 @@ def generate(
         check_sampling("generate", "sampling", sampling)
         if compare and drafter is DrafterName.none:
             raise ValueError("--compare: expected a drafter to compare, got --drafter none")
-        proposer, drafter_name = _make_drafter(drafter, draft_model, num_draft_tokens)
+        proposer, drafter_name = _make_drafter(drafter, draft_model, num_draft_tokens, adaptive)
         target, tokenizer, model_name = _load(model)
         options = {
             "prompt": _encode(prompt, tokenizer, chat),
@@ -218,21 +227,28 @@ def _read_stdin() -> str | None:
 
 
 def _make_drafter(
-    name: DrafterName | None, draft_model: str | None, num_draft_tokens: int | None
+    name: DrafterName | None, draft_model: str | None, num_draft_tokens: int | None, adaptive: bool
 ) -> tuple[Drafter | None, str]:
     if name is not None and draft_model is not None:
         raise ValueError("drafter: expected --drafter or --draft-model, got both")
     if name is DrafterName.none:
         if num_draft_tokens is not None:
             raise ValueError("--num-draft-tokens: expected a drafter with it, got --drafter none")
+        if adaptive:
+            raise ValueError("--adaptive: expected a drafter with it, got --drafter none")
         return None, "none"
-    from .drafters import DraftModel, PromptLookup
+    from .drafters import Adaptive, DraftModel, PromptLookup
 
-    count = {} if num_draft_tokens is None else {"num_draft_tokens": num_draft_tokens}
+    if num_draft_tokens is None:
+        num_draft_tokens = 8 if adaptive else 4
     if draft_model is None:
-        return PromptLookup(**count), "prompt lookup"
-    model, tokenizer, model_name = _load(draft_model)
-    return DraftModel(model, tokenizer, **count), model_name
+        drafter, drafter_name = PromptLookup(num_draft_tokens), "prompt lookup"
+    else:
+        model, tokenizer, drafter_name = _load(draft_model)
+        drafter = DraftModel(model, tokenizer, num_draft_tokens)
+    if adaptive:
+        return Adaptive(drafter), f"{drafter_name}, adaptive"
+    return drafter, drafter_name
 
 
 def _load(name: str | None) -> tuple[Any, Any, str]:

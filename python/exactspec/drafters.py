@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from .cached_model import CachedModel
+from .draft_length import DraftLength
 from .models import same_tokenizer
 from .ops import sample
 from .sampling import Sampling, check_sampling
@@ -52,15 +53,18 @@ def no_draft() -> Draft:
 class Drafter:
     """What the decode loop asks of a drafter. This base class proposes nothing.
 
-    For each text the loop calls ``begin`` once, then in every cycle ``draft`` and ``extend``, and
-    at the end ``finish``, also when the consumer stopped early or ``begin`` failed. A drafter
-    serves one text at a time: ``begin`` starts over, and the generation of an earlier text, should
-    it go on, raises ``RuntimeError``.
+    For each text the loop calls ``begin`` once, then in every cycle ``draft`` (if there is room
+    for a draft), ``observe`` and ``extend``, and at the end ``finish``, also when the consumer
+    stopped early or ``begin`` failed. A drafter serves one text at a time: ``begin`` starts over,
+    and the generation of an earlier text, should it go on, raises ``RuntimeError``.
 
     Any proposal leaves the distribution of the text exact, as long as each token was drawn from
     the distribution handed over with it, with randomness of its own, and the number of tokens
     does not depend on the value of a token that was left out.
     """
+
+    # The most tokens proposed at once.
+    num_draft_tokens: int = MAX_DRAFT_TOKENS
 
     # The statistics of the text that the drafter serves; set and compared by the loop.
     _serves: Any = None
@@ -86,12 +90,34 @@ class Drafter:
         """
         return no_draft()
 
+    def observe(self, num_drafts: int, num_accepted: int, seconds: float) -> None:
+        """Learn how the cycle went, before its tokens are yielded.
+
+        Args:
+            num_drafts: draft tokens verified.
+            num_accepted: how many of them were accepted.
+            seconds: time of the cycle: drafting, the target's forward and verification.
+        """
+
     def extend(self, tokens: list[int], num_accepted: int) -> None:
         """Append ``tokens`` to the text; the first ``num_accepted`` of them are the first tokens
         of the last draft, and the rest of that draft was rejected."""
 
     def finish(self) -> None:
         """End the text, as far as ``begin`` got."""
+
+
+def propose(drafter: Drafter, limit: int, key: mx.array) -> Draft:
+    """The drafter's proposal, checked for its length; none where ``limit`` is 0."""
+    if limit == 0:
+        return no_draft()
+    draft = drafter.draft(limit, key)
+    if draft.draft_tokens.size > limit:
+        raise ValueError(
+            f"[stream_generate] drafter: expected at most {limit} draft tokens of "
+            f"{type(drafter).__name__}, got {draft.draft_tokens.size}"
+        )
+    return draft
 
 
 class PromptLookup(Drafter):
@@ -237,6 +263,65 @@ class DraftModel(Drafter):
     def finish(self) -> None:
         if self._model is not None:
             self._model.finish()
+
+
+class Adaptive(Drafter):
+    """Asks a drafter in each cycle for as many tokens as pay, and for none where none do.
+
+    The number that promises the most tokens per second follows from the time that cycles took and
+    from how many of their draft tokens were accepted. Other numbers are tried now and then, on
+    about 2 % of the time. What was learnt stays from text to text, so keep the object.
+
+    The text is as exact as ever, since a number depends on past cycles only. But it depends on
+    their time, so with a temperature above 0 the same seed need not give the same text again.
+
+    Args:
+        drafter: whom to ask; its ``num_draft_tokens`` is the most.
+
+    Raises:
+        TypeError: ``drafter`` is not a ``Drafter``.
+    """
+
+    def __init__(self, drafter: Drafter):
+        if not isinstance(drafter, Drafter):
+            raise TypeError(
+                "[Adaptive] drafter: expected an exactspec.drafters.Drafter, got "
+                f"{type(drafter).__name__}"
+            )
+        self.drafter = drafter
+        self.num_draft_tokens = drafter.num_draft_tokens
+        self._length = DraftLength(self.num_draft_tokens)
+
+    @property
+    def _serves(self) -> Any:
+        return self.drafter._serves
+
+    @_serves.setter
+    def _serves(self, text: Any) -> None:
+        self.drafter._serves = text
+
+    def begin(
+        self, prompt: list[int], *, tokenizer: Any, sampling: Sampling, max_tokens: int
+    ) -> None:
+        self._asked = self._proposed = 0
+        self.drafter.begin(prompt, tokenizer=tokenizer, sampling=sampling, max_tokens=max_tokens)
+
+    def draft(self, limit: int, key: mx.array) -> Draft:
+        self._asked = self._length.choose(limit)
+        draft = propose(self.drafter, self._asked, key)
+        self._proposed = draft.draft_tokens.size
+        return draft
+
+    def observe(self, num_drafts: int, num_accepted: int, seconds: float) -> None:
+        self._length.record(self._asked, self._proposed, num_drafts, num_accepted, seconds)
+        self._asked = self._proposed = 0
+        self.drafter.observe(num_drafts, num_accepted, seconds)
+
+    def extend(self, tokens: list[int], num_accepted: int) -> None:
+        self.drafter.extend(tokens, num_accepted)
+
+    def finish(self) -> None:
+        self.drafter.finish()
 
 
 def _check_integer(op: str, argument: str, value: Any, least: int, most: float = math.inf) -> None:

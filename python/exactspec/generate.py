@@ -12,7 +12,7 @@ import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .cached_model import CachedModel
-from .drafters import MAX_DRAFT_TOKENS, Draft, Drafter, no_draft
+from .drafters import MAX_DRAFT_TOKENS, Draft, Drafter, propose
 from .ops import PLACEHOLDER_TOKEN, Status, verify_draft
 from .sampling import Sampling, check_sampling
 
@@ -209,8 +209,9 @@ def stream_generate(
         sampling: temperature and filters; numbers, or arrays of shape ``[]``.
         max_tokens: the most tokens to generate, at least 1.
         stop_tokens: ids that end the text. Default: the tokenizer's end-of-sequence tokens.
-        seed: the same seed, model, prompt, drafter and options give the same text. Default: drawn
-            from the global state, which ``mx.random.seed`` sets.
+        seed: the same seed, model, prompt, drafter and options give the same text, except with an
+            ``Adaptive`` drafter. Default: drawn from the global state, which ``mx.random.seed``
+            sets.
         logprobs: ``"raw"`` (log-softmax of the logits) or ``"filtered"`` (after ``sampling``) to
             have the log-probability of each token.
         prompt_cache: a cache as from ``mlx_lm.models.cache.make_prompt_cache``, holding the text
@@ -274,7 +275,7 @@ def stream_generate(
                 # draws would be biased.
                 key, draft_key, verify_key = mx.random.split(key, 3)
                 # A cycle yields one token more than it accepts.
-                draft = _draft(drafter, min(room - 1, MAX_DRAFT_TOKENS), draft_key)
+                draft = propose(drafter, min(room - 1, MAX_DRAFT_TOKENS), draft_key)
                 clock.lap("draft_time", draft.draft_tokens)
                 logits = target.feed(draft.draft_tokens)
                 clock.lap("target_time", logits)
@@ -282,7 +283,9 @@ def stream_generate(
                 clock.lap("verify_time")
                 num_accepted = cycle.num_accepted
                 items = _stream(cycle, room, stop_tokens, detokenizer, statistics)
-                statistics._count_cycle(cycle.num_drafts, num_accepted, time.perf_counter() - start)
+                seconds = time.perf_counter() - start
+                statistics._count_cycle(cycle.num_drafts, num_accepted, seconds)
+                drafter.observe(cycle.num_drafts, num_accepted, seconds)
                 for item in items:
                     finish_reason = item.finish_reason
                     yielded.append(item.token)
@@ -334,18 +337,6 @@ class _Cycle(NamedTuple):
     num_drafts: int
     num_accepted: int
     error: NonFiniteLogitsError | None
-
-
-def _draft(drafter: Drafter, limit: int, key: mx.array) -> Draft:
-    if limit == 0:
-        return no_draft()
-    draft = drafter.draft(limit, key)
-    if draft.draft_tokens.size > limit:
-        raise ValueError(
-            f"[stream_generate] drafter: expected at most {limit} draft tokens of "
-            f"{type(drafter).__name__}, got {draft.draft_tokens.size}"
-        )
-    return draft
 
 
 def _verify(
