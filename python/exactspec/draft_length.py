@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import deque
 from statistics import median_low
 
@@ -120,11 +121,13 @@ class DraftLength:
 
     def _costs(self, most: int) -> tuple[list[float], list[float]]:
         """Seconds of a cycle, by number of drafts: to expect, and the least to hope for."""
-        known = {k: median_low(seconds) for k, seconds in self._seconds.items()}
+        known = {k: median_low(seconds) for k, seconds in sorted(self._seconds.items())}
+        lengths = list(known)
         expected, hoped = [], []
         for k in range(most + 1):
-            below = max((n for n in known if n < k), default=None)
-            above = min((n for n in known if n > k), default=None)
+            first, last = bisect_left(lengths, k), bisect_right(lengths, k)
+            below = lengths[first - 1] if first > 0 else None
+            above = lengths[last] if last < len(lengths) else None
             nearest = above if below is None else below
             if k in known:
                 cost = known[k]
