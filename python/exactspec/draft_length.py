@@ -6,15 +6,12 @@ from bisect import bisect_left, bisect_right
 from collections import deque
 from statistics import median_low
 
-# What fades counts of accepted and offered drafts, each cycle that had drafts; and one without.
+# What fades the counts of accepted drafts in each cycle that had any.
 MEMORY = 0.9
-IDLE_MEMORY = 0.985
 # Each slot starts with that much of an observation, of what the slot before it has; the first slot
 # with this acceptance.
 PRIOR = 0.6
 FIRST_ACCEPTANCE = 0.5
-# A drafter that hardly ever has a proposal must not hide how good its proposals are.
-LEAST_OFFERED = 0.05
 # Drafts asked for while nothing is known, and what one costs then, in cycles without any.
 FIRST_LENGTH = 4
 FIRST_SLOPE = 0.1
@@ -44,11 +41,10 @@ class DraftLength:
         self._cycle = 0
         self._seconds: dict[int, deque[float]] = {}  # by number of drafts
         self._measured: dict[int, int] = {}  # the latest cycle with that number
-        # By slot, fading: asked for and the draft got that far, of these offered; verified and all
-        # slots before it accepted, of these accepted.
-        self._asked, self._offered = [0.0] * most, [0.0] * most
+        # Drafts of each slot that were verified after all before them were accepted, and how many
+        # of these were accepted; both fade.
         self._reached, self._accepted = [0.0] * most, [0.0] * most
-        self._credit = 0.0  # seconds that trials may lose
+        self._credit = self._most_credit = 0.0  # seconds that trials may lose
         self._pace: float | None = None  # in a trial: seconds per token that it gives up
 
     def choose(self, limit: int) -> int:
@@ -64,19 +60,18 @@ class DraftLength:
         hopes = self._paces(1, hoped)
         best = min(range(most + 1), key=paces.__getitem__)
         trial = min(range(most + 1), key=hopes.__getitem__)
-        if hopes[trial] < paces[best] and expected[trial] - paces[best] <= self._credit:
+        # With full credit a trial may cost what it will: it is paid back before the next one.
+        loss = min(expected[trial] - paces[best], self._most_credit)
+        if hopes[trial] < paces[best] and loss <= self._credit:
             self._pace = paces[best]
             return trial
         return best
 
-    def record(
-        self, asked: int, proposed: int, num_drafts: int, num_accepted: int, seconds: float
-    ) -> None:
+    def record(self, proposed: int, num_drafts: int, num_accepted: int, seconds: float) -> None:
         """Take a cycle into account.
 
         Args:
-            asked: draft tokens asked for.
-            proposed: those that came, and that the target read.
+            proposed: draft tokens that the target read, 0 where the drafter had none.
             num_drafts: the same without padding.
             num_accepted: draft tokens accepted.
             seconds: time of the cycle.
@@ -84,18 +79,21 @@ class DraftLength:
         if not self._seconds:
             self._credit = seconds
         self._cycle += 1
-        self._seconds.setdefault(proposed, deque(maxlen=SAMPLES)).append(seconds)
+        if not self._is_fresh(proposed):
+            self._seconds[proposed] = deque(maxlen=SAMPLES)
+        self._seconds[proposed].append(seconds)
         self._measured[proposed] = self._cycle
         self._credit += TRIALS * seconds
-        if self._pace is not None:
+        if self._pace is not None and proposed:
             self._credit -= seconds - (num_accepted + 1) * self._pace
-        self._credit = min(self._credit, MOST_CREDIT * seconds)
+        self._most_credit = MOST_CREDIT * seconds
+        self._credit = min(self._credit, self._most_credit)
 
-        memory = MEMORY if num_drafts else IDLE_MEMORY
-        verified = min(num_accepted + 1, num_drafts)
-        _count(self._reached, self._accepted, memory, verified, num_accepted)
-        if asked:
-            _count(self._asked, self._offered, MEMORY, min(num_drafts + 1, asked), num_drafts)
+        if num_drafts:
+            for slot in range(self.most):
+                is_reached = slot < min(num_accepted + 1, num_drafts)
+                self._reached[slot] = MEMORY * self._reached[slot] + is_reached
+                self._accepted[slot] = MEMORY * self._accepted[slot] + (slot < num_accepted)
 
     def _paces(self, optimism: float, costs: list[float]) -> list[float]:
         """Seconds per token to expect, by number of drafts.
@@ -104,19 +102,13 @@ class DraftLength:
             optimism: accepted drafts to add to those that each slot has seen.
             costs: seconds of a cycle, by number of drafts.
         """
-        seconds, tokens = costs[0], 1.0
-        paces = [seconds]
-        is_offered = is_accepted = 1.0
-        rate = FIRST_ACCEPTANCE
-        for slot in range(len(costs) - 1):
-            share = (self._offered[slot] + 1) / (self._asked[slot] + 1)
-            is_offered *= max(share, LEAST_OFFERED)
-            prior = PRIOR + optimism
-            rate = (self._accepted[slot] + PRIOR * rate + optimism) / (self._reached[slot] + prior)
-            is_accepted *= rate
-            tokens += is_offered * is_accepted
-            seconds += is_offered * (costs[slot + 1] - costs[slot])
-            paces.append(seconds / tokens)
+        tokens, all_accepted, rate = 1.0, 1.0, FIRST_ACCEPTANCE
+        paces = costs[:1]
+        for reached, accepted, cost in zip(self._reached, self._accepted, costs[1:]):
+            rate = (accepted + PRIOR * rate + optimism) / (reached + PRIOR + optimism)
+            all_accepted *= rate
+            tokens += all_accepted
+            paces.append(cost / tokens)
         return paces
 
     def _costs(self, most: int) -> tuple[list[float], list[float]]:
@@ -137,21 +129,13 @@ class DraftLength:
             else:
                 cost = known[nearest] * (1 + FIRST_SLOPE * k) / (1 + FIRST_SLOPE * nearest)
             expected.append(cost)
-            if nearest is not None and not self._is_sure(k):
+            is_sure = self._is_fresh(k) and len(self._seconds[k]) > 1
+            if nearest is not None and not is_sure:
                 # Fewer drafts cost no more, and a draft costs no more than a cycle without any.
                 bound = known[nearest] if nearest < k else known[nearest] * (1 + k) / (1 + nearest)
                 cost = min(cost, bound)
             hoped.append(cost)
         return expected, hoped
 
-    def _is_sure(self, k: int) -> bool:
-        if len(self._seconds.get(k, ())) < 2:
-            return False
-        return self._cycle - self._measured[k] < FRESH
-
-
-def _count(tried: list[float], hits: list[float], memory: float, num_tried: int, num_hits: int):
-    """Fade the counts of all slots; then the first ``num_tried`` were tried, ``num_hits`` hit."""
-    for slot in range(len(tried)):
-        tried[slot] = memory * tried[slot] + (slot < num_tried)
-        hits[slot] = memory * hits[slot] + (slot < min(num_tried, num_hits))
+    def _is_fresh(self, k: int) -> bool:
+        return k in self._seconds and self._cycle - self._measured[k] < FRESH

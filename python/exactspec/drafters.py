@@ -303,18 +303,17 @@ class Adaptive(Drafter):
     def begin(
         self, prompt: list[int], *, tokenizer: Any, sampling: Sampling, max_tokens: int
     ) -> None:
-        self._asked = self._proposed = 0
+        self._proposed = 0
         self.drafter.begin(prompt, tokenizer=tokenizer, sampling=sampling, max_tokens=max_tokens)
 
     def draft(self, limit: int, key: mx.array) -> Draft:
-        self._asked = self._length.choose(limit)
-        draft = propose(self.drafter, self._asked, key)
+        draft = propose(self.drafter, self._length.choose(limit), key)
         self._proposed = draft.draft_tokens.size
         return draft
 
     def observe(self, num_drafts: int, num_accepted: int, seconds: float) -> None:
-        self._length.record(self._asked, self._proposed, num_drafts, num_accepted, seconds)
-        self._asked = self._proposed = 0
+        self._length.record(self._proposed, num_drafts, num_accepted, seconds)
+        self._proposed = 0  # the next cycle may have no room for a draft
         self.drafter.observe(num_drafts, num_accepted, seconds)
 
     def extend(self, tokens: list[int], num_accepted: int) -> None:
