@@ -219,12 +219,13 @@ def draw_typical() -> None:
     both = mx.broadcast_to(mx.array(rows)[:, None], (n, 2, size))
     keys = mx.random.split(mx.random.key(1), n)
     result = verify_draft(both, tokens[:, None], rule=Typical(), keys=keys, stats=True)
-    entropy, prob = (
-        np.array(x[:, 0]) for x in (result.stats.target_entropy, result.stats.overlap)
-    )
+    entropy, prob = (np.array(x[:, 0]) for x in (result.stats.target_entropy, result.stats.overlap))
     accepted = np.array(result.num_accepted) == 1
     figure, axes = plt.subplots(figsize=(6.4, 2.8))
-    for chosen, colour, label in ((accepted, ACCEPTED, "accepted"), (~accepted, REJECTED, "rejected")):
+    for chosen, colour, label in (
+        (accepted, ACCEPTED, "accepted"),
+        (~accepted, REJECTED, "rejected"),
+    ):
         axes.scatter(entropy[chosen], prob[chosen], 3, color=colour, label=label, rasterized=True)
     x = np.linspace(0, np.log(size), 200)
     axes.plot(x, np.minimum(0.09, 0.3 * np.exp(-x)), "k-", linewidth=1.2,

@@ -195,6 +195,7 @@ def test_json(folders, kind):
         (["--draft-model", "/no/such/model"], r"cannot load /no/such/model: "),
         (["--draft-model", "{draft}", "--drafter", "lookup"], r"drafter: expected --drafter or"),
         (["--drafter", "none", "--num-draft-tokens", 2], r"--num-draft-tokens: expected a drafter"),
+        (["--drafter", "none", "--adaptive"], r"--adaptive: expected a drafter with it, got"),
         (["--num-draft-tokens", 0], r"--num-draft-tokens: expected 1 to 254, got 0"),
         (["--model", "{target}", "--chat"], r"--chat: expected a model with a chat template"),
         (["--top-p", 2], r"--top-p: expected a value in \[0, 1\], got 2.0"),
@@ -214,6 +215,19 @@ def test_errors_are_one_line(folders, arguments, message):
     result = invoke(*arguments, "--json", code=1)
     assert result.stdout == ""
     assert re.fullmatch(rf"error: {message}.*\n", result.stderr), result.stderr
+
+
+def test_adaptive_draft_length(folders):
+    arguments = (PROMPT, "--model", folders["target"], "--max-tokens", 20, "--adaptive")
+    text = expected(folders["target"], max_tokens=20).tokens
+    for options, name, most in (
+        ([], "prompt lookup, adaptive", 8),
+        (["--draft-model", folders["draft"]], f"{folders['draft']}, adaptive", 8),
+        (["--num-draft-tokens", 1], "prompt lookup, adaptive", 1),
+    ):
+        report = run_json(*arguments, *options)
+        assert report["tokens"] == text and report["drafter"] == name
+        assert 1 <= len(report["statistics"]["slot_drafted"]) <= most
 
 
 def test_missing_default_model(monkeypatch):

@@ -13,7 +13,8 @@ import pytest
 import scipy.stats
 from exactspec import Sampling, sample
 from exactspec import cached_model as cached_model_module
-from exactspec.drafters import Draft, Drafter, DraftModel, DraftTree, PromptLookup
+from exactspec import generate as generate_module
+from exactspec.drafters import Adaptive, Draft, Drafter, DraftModel, DraftTree, PromptLookup
 from exactspec.generate import NonFiniteLogitsError, generate, stream_generate
 from exactspec.rules import EXACT_RULES
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
@@ -88,6 +89,20 @@ class FixedDrafter(Drafter):
         return Draft(mx.array(self.tokens[:limit], mx.int32))
 
 
+@pytest.fixture
+def erratic_clock(monkeypatch):
+    """A clock whose cycles take random times, the same in every run: the draft length wanders."""
+
+    class Clock:
+        now, random = 0.0, np.random.default_rng(0)
+
+        def perf_counter(self):
+            self.now += self.random.exponential()
+            return self.now
+
+    monkeypatch.setattr(generate_module, "time", Clock())
+
+
 # Exactness
 
 
@@ -117,11 +132,11 @@ def test_greedy_text_is_that_of_plain_decoding(kind, num_draft_tokens, figure):
 @pytest.mark.parametrize(
     "kind",
     [
-        *("lookup", "opposite model", "hot model", "padded model", "sparse"),
+        *("lookup", "opposite model", "hot model", "padded model", "sparse", "adaptive"),
         *("block", "coupled", "tree", "lookup tree"),
     ],
 )
-def test_joint_distribution_of_consecutive_tokens(kind):
+def test_joint_distribution_of_consecutive_tokens(kind, erratic_clock):
     vocab_size = 8
     num_pairs = 20_000 if kind in ("lookup", "opposite model") else 5_000
     table = random_table(vocab_size)
@@ -136,6 +151,8 @@ def test_joint_distribution_of_consecutive_tokens(kind):
         drafter = PromptLookup(3, min_ngram=1, num_branches=3)
     elif kind in ("block", "coupled"):
         drafter = DraftModel(TableModel(-0.3 * table), TOKENIZER, 3)
+    elif kind == "adaptive":
+        drafter = Adaptive(DraftModel(TableModel(-table), TOKENIZER, 3))
     elif kind == "opposite model":
         # Most drafts are rejected, so that noise shared with drafting would show.
         drafter = DraftModel(TableModel(-table), TOKENIZER, 3)
@@ -257,6 +274,14 @@ def drafters_and_caches(target):
         for num_draft_tokens in (1, 3, 5):
             cache = make_prompt_cache(model)
             yield DraftModel(model, TOKENIZER, num_draft_tokens, prompt_cache=cache), cache
+    for model in (target, counting_model(wrong_after=2)):
+        cache = make_prompt_cache(model)
+        drafter = Adaptive(DraftModel(model, TOKENIZER, 5, prompt_cache=cache))
+        # Nothing was accepted lately: after a draft come cycles without one.
+        for _ in range(20):
+            drafter._length.record(5, 5, 0, 5.0)
+            drafter._length.record(0, 0, 0, 1.0)
+        yield drafter, cache
 
 
 @pytest.mark.parametrize("max_tokens", range(1, 9))
@@ -660,8 +685,9 @@ def test_ids_of_other_types():
     [
         lambda: PromptLookup(3, min_ngram=1),
         lambda: DraftModel(tiny_llama(noise=0.02), TOKENIZER, 3),
+        lambda: Adaptive(DraftModel(tiny_llama(noise=0.02), TOKENIZER, 3)),
     ],
-    ids=["lookup", "model"],
+    ids=["lookup", "model", "adaptive"],
 )
 def test_a_drafter_refuses_two_texts_at_once(make):
     target, drafter = tiny_llama(), make()
@@ -671,7 +697,9 @@ def test_a_drafter_refuses_two_texts_at_once(make):
     tokens = [next(first).token]
     second = stream_generate(target, TOKENIZER, [9, 8], **options)
     others = [next(second).token]
-    with pytest.raises(RuntimeError, match=r"\[stream_generate\] drafter: expected .* got a [DP]"):
+    with pytest.raises(
+        RuntimeError, match=r"\[stream_generate\] drafter: expected .* got a[n]? [ADP]"
+    ):
         for item in first:
             tokens.append(item.token)
     # The first text ended after the cycle that it was in, the second goes on undisturbed.
@@ -692,6 +720,8 @@ def test_too_many_draft_tokens():
         )
         with pytest.raises(ValueError, match=message):
             run(counting_model(), [1], drafter=Eager([2] * 300), max_tokens=max_tokens)
+    with pytest.raises(ValueError, match="expected at most 4 .* Eager, got 5"):
+        run(counting_model(), [1], drafter=Adaptive(Eager([2] * 300)))
 
 
 def test_bad_arguments_of_drafters():
@@ -703,6 +733,8 @@ def test_bad_arguments_of_drafters():
             DraftModel(counting_model(), TOKENIZER, num_draft_tokens)
     with pytest.raises(TypeError, match=r"\[PromptLookup\] num_draft_tokens: expected an integer"):
         PromptLookup(2.0)
+    with pytest.raises(TypeError, match=r"\[Adaptive\] drafter: expected .*Drafter, got int"):
+        Adaptive(4)
     drafter = DraftModel(counting_model(), toy_tokenizer(31))
     with pytest.raises(ValueError, match=r"\[DraftModel\] tokenizer: expected the target's"):
         run(counting_model(), drafter=drafter)
@@ -711,12 +743,16 @@ def test_bad_arguments_of_drafters():
 # One wait for the device per cycle
 
 
-@pytest.mark.parametrize("kind", ["plain", "lookup", "model"])
+@pytest.mark.parametrize("kind", ["plain", "lookup", "model", "adaptive model"])
 def test_one_wait_per_cycle(kind, monkeypatch):
     target = tiny_llama()
-    drafter = {"plain": None, "lookup": PromptLookup(3, min_ngram=1)}.get(
-        kind, DraftModel(tiny_llama(noise=0.02), TOKENIZER, 3)
-    )
+    draft_model = DraftModel(tiny_llama(noise=0.02), TOKENIZER, 3)
+    drafter = {
+        "plain": None,
+        "lookup": PromptLookup(3, min_ngram=1),
+        "model": draft_model,
+        "adaptive model": Adaptive(draft_model),
+    }[kind]
     evaluate, evaluated = mx.eval, []
 
     def flat(arrays):
@@ -760,7 +796,7 @@ def test_one_wait_per_cycle(kind, monkeypatch):
             logprobs="raw",
         )
         first = next(stream)
-        prefills = 1 + (kind == "model")
+        prefills = 1 + kind.endswith("model")
         assert len(evaluated) == prefills + 1
         tokens = [first, *stream]
     statistics = first.statistics
@@ -807,6 +843,59 @@ def test_prompt_lookup_goes_on_with_a_repetition():
     drafter.begin([1, 2, 3, 1, 2], **BEGIN)
     assert drafter.draft(7, mx.random.key(0)).draft_tokens.tolist() == [3, 1, 2, 3, 1, 2, 3]
     assert drafter.draft(2, mx.random.key(0)).draft_tokens.tolist() == [3, 1]
+
+
+def test_what_a_drafter_observes():
+    class Observer(FixedDrafter):
+        seen = []
+
+        def observe(self, num_drafts, num_accepted, seconds):
+            self.seen.append((num_drafts, num_accepted, seconds))
+
+    statistics = run(
+        counting_model(), [1], drafter=Observer([2, 3, -1, 9]), max_tokens=6
+    ).statistics
+    assert [cycle[:2] for cycle in Observer.seen] == [(2, 2), (2, 0), (1, 0), (0, 0)]
+    assert sum(cycle[2] for cycle in Observer.seen) == statistics.generation_time
+
+
+def test_an_adaptive_drafter_asks_for_what_pays(monkeypatch):
+    class Clock:
+        now = 0.0
+
+        def perf_counter(self):
+            self.now += 1
+            return self.now
+
+    class Counter(Drafter):
+        """Counts on from the text by ``step``, each token taking half the time of a forward."""
+
+        num_draft_tokens = 6
+
+        def __init__(self, step):
+            self.step = step
+            self.asked = []
+
+        def begin(self, prompt, **_):
+            self.last = prompt[-1]
+
+        def draft(self, limit, key):
+            self.asked.append(limit)
+            clock.now += 0.5 * limit
+            tokens = [(self.last + self.step * (1 + i)) % 16 for i in range(limit)]
+            return Draft(mx.array(tokens, mx.int32))
+
+        def extend(self, tokens, num_accepted):
+            self.last = (self.last + len(tokens)) % 16
+
+    clock = Clock()
+    monkeypatch.setattr(generate_module, "time", clock)
+    right, wrong = Counter(1), Counter(2)
+    for drafter in (right, wrong):
+        result = run(counting_model(), [1], drafter=Adaptive(drafter), max_tokens=200)
+        assert result.tokens == [(2 + i) % 16 for i in range(200)]
+    assert right.asked.count(6) > 0.6 * len(right.asked)
+    assert len(wrong.asked) < 20
 
 
 def test_a_drafter_serves_one_text_after_another():

@@ -142,7 +142,9 @@ ROWS = {
     "powers": np.float32(2) ** (np.arange(4099) % 250 - 125).astype(np.float32),
     "one finite": spike(4099, -5.0, -np.inf),
     "few finite": np.where(np.arange(4099) % 700 == 3, normal(4099, 2), np.float32(-np.inf)),
-    "as many as fit on chip": np.where(np.arange(4099) % 8 == 3, np.float32(2), np.float32(-np.inf)),
+    "as many as fit on chip": np.where(
+        np.arange(4099) % 8 == 3, np.float32(2), np.float32(-np.inf)
+    ),
     "one more": np.where(np.arange(4104) % 8 == 3, np.float32(2), np.float32(-np.inf)),
     "near zero": normal(4099, 1e-6),
     "far from zero": np.float32(1e4) + normal(4099, 1),

@@ -91,7 +91,8 @@ def generate(
         str | None, typer.Option(help="Draft with this smaller model of the same tokenizer.")
     ] = None,
     num_draft_tokens: Annotated[
-        int | None, typer.Option(help="Tokens drafted per cycle, at most. Default: 4.")
+        int | None,
+        typer.Option(help="Tokens drafted per cycle, at most. Default: 4, or 8 with --adaptive."),
     ] = None,
     num_branches: Annotated[
         int | None,
@@ -111,6 +112,12 @@ def generate(
             "typical[:EPSILON[:DELTA]] and cascade[:ALPHA]."
         ),
     ] = "token",
+    adaptive: Annotated[
+        bool,
+        typer.Option(
+            "--adaptive", help="In each cycle draft as many tokens as pay, up to that number."
+        ),
+    ] = False,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 or less is off.")] = 0,
     top_p: Annotated[
@@ -120,7 +127,9 @@ def generate(
         float, typer.Option(help="Keep tokens of this share of the likeliest's; 0 is off.")
     ] = 0.0,
     max_tokens: Annotated[int, typer.Option(help="Stop after this many tokens.")] = 256,
-    seed: Annotated[int | None, typer.Option(help="The same seed gives the same text.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="The same seed gives the same text, unless --adaptive.")
+    ] = None,
     chat: Annotated[
         bool | None,
         typer.Option(
@@ -148,7 +157,7 @@ def generate(
         if compare and acceptance == "coupled" and seed is None:
             seed = secrets.randbits(32)  # both texts are made of the same noise
         proposer, drafter_name = _make_drafter(
-            drafter, draft_model, num_draft_tokens, num_branches, widths
+            drafter, draft_model, num_draft_tokens, num_branches, widths, adaptive
         )
         target, tokenizer, model_name = _load(model)
         options = {
@@ -270,35 +279,52 @@ def _make_drafter(
     num_draft_tokens: int | None,
     num_branches: int | None,
     widths: str | None,
+    adaptive: bool,
 ) -> tuple[Drafter | None, str]:
     if name is not None and draft_model is not None:
         raise ValueError("drafter: expected --drafter or --draft-model, got both")
     if name is DrafterName.none:
-        given = {"--num-draft-tokens": num_draft_tokens, "--num-branches": num_branches}
+        given = {
+            "--num-draft-tokens": num_draft_tokens,
+            "--num-branches": num_branches,
+            "--adaptive": adaptive or None,
+        }
         for option, value in given.items():
             if value is not None:
                 raise ValueError(f"{option}: expected a drafter with it, got --drafter none")
         return None, "none"
-    from .drafters import DraftModel, DraftTree, PromptLookup
+    from .drafters import Adaptive, DraftModel, DraftTree, PromptLookup
 
-    options = {"num_draft_tokens": num_draft_tokens, "num_branches": num_branches}
-    options = {name: value for name, value in options.items() if value is not None}
-    if draft_model is None:
-        if widths is not None:
-            raise ValueError("--widths: expected --draft-model with it, got none")
-        return PromptLookup(**options), "prompt lookup"
-    if num_branches is not None:
+    if draft_model is None and widths is not None:
+        raise ValueError("--widths: expected --draft-model with it, got none")
+    if draft_model is not None and num_branches is not None:
         raise ValueError("--num-branches: expected prompt lookup with it, got --draft-model")
-    if widths is not None and options:
+    if widths is not None and num_draft_tokens is not None:
         raise ValueError("--widths: expected no --num-draft-tokens with it, got both")
-    model, tokenizer, model_name = _load(draft_model)
-    if widths is None:
-        return DraftModel(model, tokenizer, **options), model_name
+    if num_draft_tokens is None:
+        num_draft_tokens = 8 if adaptive else 4
+    if draft_model is None:
+        drafter_name = "prompt lookup"
+        drafter = PromptLookup(
+            num_draft_tokens, num_branches=1 if num_branches is None else num_branches
+        )
+    else:
+        model, tokenizer, drafter_name = _load(draft_model)
+        if widths is None:
+            drafter = DraftModel(model, tokenizer, num_draft_tokens)
+        else:
+            drafter = DraftTree(model, tokenizer, _parse_widths(widths))
+            drafter_name += ", as a tree"
+    if adaptive:
+        return Adaptive(drafter), f"{drafter_name}, adaptive"
+    return drafter, drafter_name
+
+
+def _parse_widths(text: str) -> list[int]:
     try:
-        numbers = [int(width) for width in widths.split(",")]
+        return [int(width) for width in text.split(",")]
     except ValueError:
-        raise ValueError(f"--widths: expected numbers such as 3,2,1, got {widths!r}") from None
-    return DraftTree(model, tokenizer, numbers), f"{model_name}, as a tree"
+        raise ValueError(f"--widths: expected numbers such as 3,2,1, got {text!r}") from None
 
 
 def _load(name: str | None) -> tuple[Any, Any, str]:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from .cached_model import CachedModel
+from .draft_length import DraftLength
 from .models import same_tokenizer
 from .ops import sample
 from .rules import Cascade, Rule
@@ -59,15 +60,18 @@ def no_draft() -> Draft:
 class Drafter:
     """What the decode loop asks of a drafter. This base class proposes nothing.
 
-    For each text the loop calls ``begin`` once, then in every cycle ``draft`` and ``extend``, and
-    at the end ``finish``, also when the consumer stopped early or ``begin`` failed. A drafter
-    serves one text at a time: ``begin`` starts over, and the generation of an earlier text, should
-    it go on, raises ``RuntimeError``.
+    For each text the loop calls ``begin`` once, then in every cycle ``draft`` (if there is room
+    for a draft), ``observe`` and ``extend``, and at the end ``finish``, also when the consumer
+    stopped early or ``begin`` failed. A drafter serves one text at a time: ``begin`` starts over,
+    and the generation of an earlier text, should it go on, raises ``RuntimeError``.
 
     Any proposal leaves the distribution of the text exact, as long as each token was drawn from
     the distribution handed over with it, with randomness of its own, and the number of tokens
     does not depend on the value of a token that was left out.
     """
+
+    # The most tokens proposed at once.
+    num_draft_tokens: int = MAX_DRAFT_TOKENS
 
     # The statistics of the text that the drafter serves; set and compared by the loop.
     _serves: Any = None
@@ -104,12 +108,45 @@ class Drafter:
         """
         return no_draft()
 
+    def observe(self, num_drafts: int, num_accepted: int, seconds: float) -> None:
+        """Learn how the cycle went, before its tokens are yielded.
+
+        Args:
+            num_drafts: draft tokens verified.
+            num_accepted: how many of them were accepted.
+            seconds: time of the cycle: drafting, the target's forward and verification.
+        """
+
     def extend(self, tokens: list[int], num_accepted: int) -> None:
         """Append ``tokens`` to the text; the first ``num_accepted`` of them are the first tokens
         of the last draft (of a tree: a path from the text), and the rest of it was rejected."""
 
     def finish(self) -> None:
         """End the text, as far as ``begin`` got."""
+
+
+def propose(drafter: Drafter, limit: int, key: mx.array) -> Draft:
+    """The drafter's proposal, checked for its length; none where ``limit`` is 0."""
+    if limit == 0:
+        return no_draft()
+    draft = drafter.draft(limit, key)
+    depth = max(depths(draft), default=0)
+    if depth > limit:
+        raise ValueError(
+            f"[stream_generate] drafter: expected at most {limit} draft tokens in a row of "
+            f"{type(drafter).__name__}, got {depth}"
+        )
+    return draft
+
+
+def depths(draft: Draft) -> list[int]:
+    """For each draft token, how many it takes from the text to it, itself included."""
+    if draft.parents is None:
+        return list(range(1, draft.draft_tokens.size + 1))
+    result: list[int] = []
+    for parent in draft.parents:
+        result.append(1 if parent < 0 else result[parent] + 1)
+    return result
 
 
 class PromptLookup(Drafter):
@@ -373,6 +410,7 @@ class DraftTree(_ModelDrafter):
             )
         super().__init__(model, tokenizer, prompt_cache)
         self.widths = widths
+        self.num_draft_tokens = len(widths)
 
     def begin(
         self,
@@ -427,6 +465,63 @@ def _check_rule_fits(op: str, rule: Rule, is_tree: bool) -> None:
         raise ValueError(f"[{op}] rule: expected 'token' for a tree of drafts, got {rule!r}")
     if isinstance(rule, Cascade):
         raise ValueError(f"[{op}] rule: expected one that fits certain drafts, got {rule!r}")
+
+
+class Adaptive(Drafter):
+    """Asks a drafter in each cycle for as many tokens as pay, and for none where none do.
+
+    The number that promises the most tokens per second follows from the time that cycles took and
+    from how many of their draft tokens were accepted. Other numbers are tried now and then, on
+    about 2 % of the time. What was learnt stays from text to text, so keep the object.
+
+    The text is as exact as ever, since a number depends on past cycles only. But it depends on
+    their time, so with a temperature above 0 the same seed need not give the same text again,
+    except under the rule ``"coupled"``.
+
+    Args:
+        drafter: whom to ask; its ``num_draft_tokens`` is the most.
+
+    Raises:
+        TypeError: ``drafter`` is not a ``Drafter``.
+    """
+
+    def __init__(self, drafter: Drafter):
+        if not isinstance(drafter, Drafter):
+            raise TypeError(
+                "[Adaptive] drafter: expected an exactspec.drafters.Drafter, got "
+                f"{type(drafter).__name__}"
+            )
+        self.drafter = drafter
+        self.num_draft_tokens = drafter.num_draft_tokens
+        self._length = DraftLength(self.num_draft_tokens)
+
+    @property
+    def _serves(self) -> Any:
+        return self.drafter._serves
+
+    @_serves.setter
+    def _serves(self, text: Any) -> None:
+        self.drafter._serves = text
+
+    def begin(self, prompt: list[int], **options: Any) -> None:
+        self._proposed = 0
+        self.drafter.begin(prompt, **options)
+
+    def draft(self, limit: int, key: mx.array) -> Draft:
+        draft = propose(self.drafter, self._length.choose(limit), key)
+        self._proposed = max(depths(draft), default=0)
+        return draft
+
+    def observe(self, num_drafts: int, num_accepted: int, seconds: float) -> None:
+        self._length.record(self._proposed, num_drafts, num_accepted, seconds)
+        self._proposed = 0  # the next cycle may have no room for a draft
+        self.drafter.observe(num_drafts, num_accepted, seconds)
+
+    def extend(self, tokens: list[int], num_accepted: int) -> None:
+        self.drafter.extend(tokens, num_accepted)
+
+    def finish(self) -> None:
+        self.drafter.finish()
 
 
 def _check_integer(op: str, argument: str, value: Any, least: int, most: float = math.inf) -> None:

@@ -12,7 +12,7 @@ import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .cached_model import CachedModel
-from .drafters import MAX_DRAFT_TOKENS, Draft, Drafter, no_draft
+from .drafters import MAX_DRAFT_TOKENS, Draft, Drafter, depths, propose
 from .ops import PLACEHOLDER_TOKEN, Status, verify_draft
 from .rules import EXACT_RULES, Rule, check_rule, is_exact
 from .sampling import Sampling, check_sampling
@@ -220,8 +220,9 @@ def stream_generate(
             ``"token"``.
         max_tokens: the most tokens to generate, at least 1.
         stop_tokens: ids that end the text. Default: the tokenizer's end-of-sequence tokens.
-        seed: the same seed, model, prompt, drafter and options give the same text. Default: drawn
-            from the global state, which ``mx.random.seed`` sets.
+        seed: the same seed, model, prompt, drafter and options give the same text, except with an
+            ``Adaptive`` drafter under a rule other than ``"coupled"``. Default: drawn from the global state, which ``mx.random.seed``
+            sets.
         logprobs: ``"raw"`` (log-softmax of the logits) or ``"filtered"`` (after ``sampling``) to
             have the log-probability of each token.
         prompt_cache: a cache as from ``mlx_lm.models.cache.make_prompt_cache``, holding the text
@@ -297,7 +298,7 @@ def stream_generate(
                     # draws would be biased.
                     key, draft_key, verify_key = mx.random.split(key, 3)
                 # A cycle yields one token more than it accepts.
-                draft = _draft(drafter, min(room - 1, MAX_DRAFT_TOKENS), draft_key)
+                draft = propose(drafter, min(room - 1, MAX_DRAFT_TOKENS), draft_key)
                 clock.lap("draft_time", draft.draft_tokens)
                 logits = _feed(target, draft)
                 clock.lap("target_time", logits)
@@ -306,7 +307,9 @@ def stream_generate(
                 clock.lap("verify_time")
                 num_accepted, path = cycle.num_accepted, cycle.path
                 items = _stream(cycle, room, stop_tokens, detokenizer, statistics)
-                statistics._count_cycle(cycle.num_drafts, num_accepted, time.perf_counter() - start)
+                seconds = time.perf_counter() - start
+                statistics._count_cycle(cycle.num_drafts, num_accepted, seconds)
+                drafter.observe(cycle.num_drafts, num_accepted, seconds)
                 for item in items:
                     finish_reason = item.finish_reason
                     yielded.append(item.token)
@@ -359,29 +362,6 @@ class _Cycle(NamedTuple):
     num_accepted: int
     path: list[int] | None  # of a tree: the accepted nodes
     error: NonFiniteLogitsError | None
-
-
-def _draft(drafter: Drafter, limit: int, key: mx.array) -> Draft:
-    if limit == 0:
-        return no_draft()
-    draft = drafter.draft(limit, key)
-    depth = max(_depths(draft), default=0)
-    if depth > limit:
-        raise ValueError(
-            f"[stream_generate] drafter: expected at most {limit} draft tokens in a row of "
-            f"{type(drafter).__name__}, got {depth}"
-        )
-    return draft
-
-
-def _depths(draft: Draft) -> list[int]:
-    """For each draft token, how many it takes from the text to it."""
-    if draft.parents is None:
-        return list(range(1, draft.draft_tokens.size + 1))
-    depths: list[int] = []
-    for parent in draft.parents:
-        depths.append(1 if parent < 0 else depths[parent] + 1)
-    return depths
 
 
 def _feed(target: CachedModel, draft: Draft) -> mx.array:
@@ -438,7 +418,7 @@ def _verify(
     is_complete = num_accepted == num_drafts
     if path is not None:
         path = path[:num_accepted]
-        num_drafts = max(_depths(draft))
+        num_drafts = max(depths(draft))
         is_complete = (path[-1] if path else -1) not in draft.parents
     # The status of the draft row that ended the draft. A row after that was not reached.
     if draft_status and num_accepted < len(drafts):
