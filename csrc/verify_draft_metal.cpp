@@ -143,7 +143,7 @@ std::vector<std::string> kernels_of(mx::Stream stream, const MetalCall& call, co
   if (call.target_filtered || call.draft_filtered) {
     kernels.push_back("verify_draft_rows");
   }
-  if (call.options.draft == DraftKind::Dense) {
+  if (call.options.draft == DraftKind::Dense && g.num_slots > 0) {
     kernels.push_back("verify_draft_residual");
   }
   kernels.push_back("verify_draft_draw");
@@ -254,7 +254,8 @@ void encode_metal(mx::Stream stream, MetalCall& call) {
   mx::array mass = scratch(encoder, {g.batch, all_rows, g.row_blocks});
   mx::array dummy = scratch(encoder, {4});
   VerifyDraftParams params = make_params(call, g);
-  int regions = call.options.stats ? g.batch * g.num_slots : g.batch;
+  bool by_block = call.options.rule.kind == Rule::Block;
+  int regions = call.options.stats || by_block ? g.batch * g.num_slots : g.batch;
   mx::array scattered =
       call.options.has_vocab ? scratch(encoder, {regions, 2, params.vocab_size}) : dummy;
 
@@ -281,16 +282,24 @@ void encode_metal(mx::Stream stream, MetalCall& call) {
     }
 
     bool spread = name == "verify_draft_partials" || name == "verify_draft_residual";
-    // With a vocabulary map each group looks at all columns, so few groups are better.
-    bool maps = name == "verify_draft_residual" && call.options.has_vocab;
-    int threads = threads_for(kernel, spread && !maps ? kSpreadThreads : MAX_THREADS);
+    int wanted = spread ? kSpreadThreads : MAX_THREADS;
+    if (name == "verify_draft_residual") {
+      // With a vocabulary map each group looks at all columns, by the block rule it walks along the draft
+      // for every slot: few groups are better.
+      wanted = call.options.has_vocab ? MAX_THREADS : by_block ? 2 * kSpreadThreads : kSpreadThreads;
+    }
+    int threads = threads_for(kernel, wanted);
     int groups = spread ? (g.row_blocks + threads / LANES - 1) / (threads / LANES) : 1;
-    bool per_row = name == "verify_draft_partials" || name == "verify_draft_rows";
     if (name == "verify_draft_stats") {
       groups = g.num_slots;
     }
-    encoder.dispatch_threadgroups(
-        MTL::Size(groups, per_row ? g.num_rows : 1, g.batch), MTL::Size(threads, 1, 1));
+    int rows = 1;
+    if (name == "verify_draft_partials" || name == "verify_draft_rows") {
+      rows = g.num_rows;
+    } else if (name == "verify_draft_residual" && by_block) {
+      rows = g.num_slots;
+    }
+    encoder.dispatch_threadgroups(MTL::Size(groups, rows, g.batch), MTL::Size(threads, 1, 1));
   }
 }
 

@@ -160,6 +160,8 @@ def _calls() -> list[dict]:
             onehot, sampling=Sampling(0.7, top_p=0.8, order="temperature_last"), logprobs="filtered"
         ),
         dict(onehot, sampling=Sampling(top_k=2)),
+        dict(dense, rule="block"),
+        dict(repeated, rule="block"),
     ]
 
 
