@@ -106,12 +106,14 @@ int num_blocks(int size) {
 
 Geometry geometry(const MetalCall& call) {
   const auto& logits = call.inputs[VerifyDraft::TargetLogits];
-  bool dense = call.options.draft == DraftKind::Dense;
+  const auto& options = call.options;
+  bool dense = options.draft == DraftKind::Dense;
   Geometry g;
   g.num_slots = call.num_slots;
   g.batch = static_cast<int>(call.status->size());
-  bool reads_draft = dense && !call.options.has_draft_stats;
-  g.num_rows = reads_draft ? 2 * g.num_slots + 1 : g.num_slots + 1;
+  bool reduces_draft =
+      dense && !options.has_draft_stats && (options.stats || reads_draft(options.rule.kind));
+  g.num_rows = reduces_draft ? 2 * g.num_slots + 1 : g.num_slots + 1;
   g.row_blocks = num_blocks(logits.shape(-1));
   if (dense) {
     g.row_blocks =
@@ -143,11 +145,12 @@ std::vector<std::string> kernels_of(mx::Stream stream, const MetalCall& call, co
   if (call.target_filtered || call.draft_filtered) {
     kernels.push_back("verify_draft_rows");
   }
-  if (call.options.draft == DraftKind::Dense && g.num_slots > 0) {
+  const auto& options = call.options;
+  if (options.draft == DraftKind::Dense && reads_draft(options.rule.kind) && g.num_slots > 0) {
     kernels.push_back("verify_draft_residual");
   }
   kernels.push_back("verify_draft_draw");
-  if (call.options.stats && call.num_slots > 0) {
+  if (options.stats && g.num_slots > 0) {
     kernels.push_back("verify_draft_stats");
   }
   return kernels;
@@ -259,6 +262,10 @@ void encode_metal(mx::Stream stream, MetalCall& call) {
   mx::array scattered =
       call.options.has_vocab ? scratch(encoder, {regions, 2, params.vocab_size}) : dummy;
 
+  bool has_digests = !reads_draft(call.options.rule.kind);
+  mx::array digests =
+      has_digests ? scratch(encoder, {g.batch, g.num_slots + 1, g.row_blocks, 2}) : dummy;
+
   Constants constants(call);
   for (const auto& name : kernels_of(stream, call, g)) {
     auto kernel = get_kernel(stream, name, constants);
@@ -272,6 +279,7 @@ void encode_metal(mx::Stream stream, MetalCall& call) {
     encoder.set_output_array(partials, BUF_PARTIALS);
     encoder.set_output_array(mass, BUF_MASS);
     encoder.set_output_array(scattered, BUF_SCATTERED);
+    encoder.set_output_array(digests, BUF_DIGESTS);
     encoder.set_output_array(*call.tokens, BUF_TOKENS);
     encoder.set_output_array(call.num_accepted ? *call.num_accepted : dummy, BUF_NUM_ACCEPTED);
     encoder.set_output_array(*call.status, BUF_STATUS);
@@ -314,7 +322,8 @@ MetalCall verify_call(
       options,
       false,
       options.target_filtered,
-      options.draft == DraftKind::Dense && !options.has_draft_stats && options.draft_filtered,
+      options.draft == DraftKind::Dense && !options.has_draft_stats && options.draft_filtered &&
+          (options.stats || reads_draft(options.rule.kind)),
       inputs[VerifyDraft::DraftTokens].shape(-1),
       inputs,
       &outputs[0],

@@ -4,7 +4,6 @@
 #pragma once
 
 #include "filter.h"
-#include "noise.h"
 
 namespace exactspec {
 
@@ -45,6 +44,7 @@ struct Buffers {
   device float4* partials;
   device float* mass;
   device float* scattered;
+  device float2* digests;
   device int* tokens;
   device int* num_accepted;
   device uint* status;
@@ -170,6 +170,9 @@ struct Sequence {
   device float* block_floats(int r) const {
     return in.mass + (int64_t(b) * (2 * K + 1) + r) * in.params->row_blocks;
   }
+  device float2* digests(int i) const {
+    return in.digests + (int64_t(b) * (K + 1) + i) * in.params->row_blocks;
+  }
   // One region a sequence, or one a slot when every slot's statistics or residual are wanted. Each holds
   // V probabilities, then V columns.
   int64_t scattered_at(int slot) const {
@@ -193,10 +196,32 @@ struct Sequence {
     }
     load_block(source, block, true, lane, x);
     partial.xy = reduce_block(x, block, s.measured(), s.greedy(), lane);
+    bool digested = has_digests() && is_target(r) && !s.greedy() && !s.has_filters();
+    float2 d = digested ? digest(r, block, partial.x, unfiltered(s, source.size), x) : float2(0);
     if (lane == 0) {
       row_partials(r)[block] = partial;
+      if (digested) {
+        digests(r)[block] = d;
+      }
     }
   }
+
+  static bool has_digests() { return !reads_draft(Rule(rule)); }
+
+  // What the rule needs of a block of a target row, relative to the block's own maximum: of the kept ids,
+  // the best score and its id, or the sums for the entropy.
+  float2 digest(int i, int block, float max, Distribution dist, const thread float* x) const {
+    dist.max = max;
+    if (rule == int(Rule::Typical)) {
+      return max > -INFINITY ? entropy_sums(x, dist, block, lane) : float2(0);
+    }
+    if (!(max > -INFINITY)) {
+      return float2(-INFINITY, 0);
+    }
+    return coupled_best(x, dist, noise().key(), position(i), block, lane);
+  }
+
+  uint position(int i) const { return uint(in.positions[b * in.params->positions_batch] + i); }
 
   // Step 2, with filters: the cut and the normaliser of a row, by the whole threadgroup.
   void filter(int r, FilterMemory memory) const {
@@ -205,6 +230,22 @@ struct Sequence {
     if (tid == 0) {
       float id = as_type<float>(dist.cutoff_id);
       *row_slot(r) = float4(dist.finite ? dist.max : NAN, dist.log_norm, dist.cutoff, id);
+    }
+    if (!has_digests() || !is_target(r) || !dist.finite || !row_sampling(r).has_filters()) {
+      return;
+    }
+    for (int block = simdgroup; block < row(r).num_blocks(); block += num_simdgroups) {
+      float max = row_partials(r)[block].x;
+      float x[HELD];
+      if (max >= dist.cutoff) {
+        load_block(row(r), block, true, lane, x);
+      } else {
+        max = -INFINITY;
+      }
+      float2 d = digest(r, block, max, dist, x);
+      if (lane == 0) {
+        digests(r)[block] = d;
+      }
     }
   }
 
@@ -354,8 +395,8 @@ struct Sequence {
     if (is_target(r)) {
       return r <= n;
     }
-    // A greedy target decides without the draft's row.
-    return dense() && !has_draft_stats && r - K - 1 < n && (with_stats || !target_sampling.greedy());
+    bool decides = reads_draft(Rule(rule)) && !target_sampling.greedy();
+    return dense() && !has_draft_stats && r - K - 1 < n && (with_stats || decides);
   }
 
   // The probability of the draft's likeliest column or entry.
@@ -403,9 +444,12 @@ struct Sequence {
     }
     walk.bits |= token(i) >= in.params->vocab_size ? OUT_OF_RANGE : 0;
     bool accepted;
-    if (target.greedy) {
+    if (target.greedy || rule == int(Rule::Coupled)) {
       // The residual of a one-hot target is its token, as is the target itself.
-      accepted = token(i) == target.cutoff_id;
+      accepted = token(i) == choice(i, target);
+    } else if (rule == int(Rule::Typical)) {
+      constant float* p = in.params->rule_parameters;
+      accepted = target_prob(i, target) > min(p[0], p[1] * exp(-digested_entropy(i, target)));
     } else {
       Distribution draft = target;
       bool bad = false;
@@ -438,6 +482,37 @@ struct Sequence {
     }
     walk.ended = !accepted;
     walk.slot += accepted;
+  }
+
+  // The id that a greedy target or one coupled to its noise chooses.
+  int choice(int i, Distribution target) const {
+    if (target.greedy) {
+      return target.cutoff_id;
+    }
+    const device float4* partials = row_partials(i);
+    float best = -INFINITY;
+    uint id = ~0u;
+    for (int block = lane; block < target_row(i).num_blocks(); block += LANES) {
+      float2 d = digests(i)[block];
+      float score = d.x + (partials[block].x - target.max) / target.temperature;
+      id = score > best ? as_type<uint>(d.y) : id;
+      best = score > best ? score : best;
+    }
+    float winner = tree_max(best);
+    return int(tree_min(best == winner ? id : ~0u));
+  }
+
+  // Entropy in nats of a target row, by one simdgroup.
+  float digested_entropy(int i, Distribution target) const {
+    const device float4* partials = row_partials(i);
+    float sum = 0;
+    for (int block = lane; block < target_row(i).num_blocks(); block += LANES) {
+      float2 d = digests(i)[block];
+      float below = (target.max - partials[block].x) / target.temperature;
+      float factor = exp(-below);
+      sum += factor > 0 ? factor * (d.x + below * d.y) : 0.0f;
+    }
+    return target.log_norm + tree_sum(sum) * target.scale();
   }
 
   // After a slot that was accepted: what accept_block needs of it.
@@ -650,8 +725,8 @@ struct Sequence {
 
   // Step 6: two-level draw by one simdgroup. -1 if there is no mass.
   int draw_token(Source from) const {
-    if (from.target.greedy) {
-      return from.target.cutoff_id;
+    if (from.target.greedy || rule == int(Rule::Coupled)) {
+      return choice(from.slot, from.target);
     }
     const device float* mass = block_floats(from.slot);
     int num_blocks = target_row(from.slot).num_blocks();
@@ -717,10 +792,6 @@ struct Sequence {
     return drawn < 0 ? last : drawn;
   }
 
-  static float run_sum(const thread float* v) {
-    return ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]));
-  }
-
   float token_logprob(int i, int id, Distribution target) const {
     Row source = target_row(i);
     if (logprobs_kind == int(Logprobs::Filtered)) {
@@ -748,11 +819,12 @@ struct Sequence {
     int next_token = PLACEHOLDER_TOKEN;
     if (next != Next::Nothing) {
       Source from = source(accepted, next, factor);
-      next_token = draw(from, masses_known && next == Next::Residual, shared, repeats);
+      bool needs_masses = rule != int(Rule::Coupled) && !(masses_known && next == Next::Residual);
+      next_token = draw(from, needs_masses, shared, repeats);
       if (next_token < 0) {
         // Only rounding leaves no residual: target and draft agree, so the target itself is the law.
         from.next = Next::Target;
-        next_token = draw(from, false, shared, repeats);
+        next_token = draw(from, true, shared, repeats);
       }
     }
     if (simdgroup == 0) {
@@ -760,8 +832,8 @@ struct Sequence {
     }
   }
 
-  int draw(Source from, bool masses_known, threadgroup int* shared, threadgroup atomic_uint* repeats) const {
-    if (!masses_known) {
+  int draw(Source from, bool needs_masses, threadgroup int* shared, threadgroup atomic_uint* repeats) const {
+    if (needs_masses) {
       store_masses(from, repeats);
       threadgroup_barrier(mem_flags::mem_device);
     }
@@ -795,15 +867,8 @@ struct Sequence {
     Row source = row(r);
     for (int block = simdgroup; block < source.num_blocks(); block += num_simdgroups) {
       float x[HELD];
-      float w[HELD];
       load_block(source, block, true, lane, x);
-      load_block(source, block, true, lane, w);
-      dist.weights(block, lane, w);
-      UNROLLED(j, HELD) {
-        // -log of a weight is (max - l) / T; a weight of 0 adds nothing, also where that is inf.
-        w[j] = w[j] > 0 ? w[j] * ((dist.max - x[j]) / dist.temperature) : 0.0f;
-      }
-      float sum = block_sum(w);
+      float sum = entropy_sums(x, dist, block, lane).x;
       if (lane == 0) {
         block_floats(scratch_row)[block] = sum;
       }

@@ -29,6 +29,7 @@ using namespace exactspec;
   device float4* partials [[buffer(BUF_PARTIALS)]], \
   device float* mass [[buffer(BUF_MASS)]], \
   device float* scattered [[buffer(BUF_SCATTERED)]], \
+  device float2* digests [[buffer(BUF_DIGESTS)]], \
   device int* tokens [[buffer(BUF_TOKENS)]], \
   device int* num_accepted [[buffer(BUF_NUM_ACCEPTED)]], \
   device uint* status [[buffer(BUF_STATUS)]], \
@@ -44,7 +45,7 @@ using namespace exactspec;
 #define SEQUENCE(b) \
   Buffers buffers = {target_logits, draft_tokens, draft_lengths, draft_rows, draft_probs, draft_vocab, \
       draft_stats, noise, positions, bitmask, {temperature, draft_temperature}, {top_k, draft_top_k}, \
-      {top_p, draft_top_p}, {min_p, draft_min_p}, &params, partials, mass, scattered, tokens, \
+      {top_p, draft_top_p}, {min_p, draft_min_p}, &params, partials, mass, scattered, digests, tokens, \
       num_accepted, status, logprobs}; \
   Sequence sequence(buffers, int(b), tid, threads.x)
 

@@ -120,6 +120,10 @@ def test_same_bits_however_it_is_spread(kind, name):
 @pytest.mark.parametrize("name", ["temperature", "sequential"])
 @pytest.mark.parametrize("rule, kind", [
     *(("block", kind) for kind in DRAFTS),
+    ("coupled", "dense"),
+    ("coupled", "one-hot"),
+    ("typical", "sparse"),
+    ("typical", "stats"),
     ("cascade", "vocab"),
     ("cascade", "sparse"),
 ])  # fmt: skip
@@ -174,6 +178,11 @@ LIMITS = [
     ("block", "temperature", "one-hot", mx.float32, "split", 2, 1.02),
     ("block", "temperature", "sparse", mx.bfloat16, "split", 2, 1.05),
     ("block", "both", "dense", mx.bfloat16, "split", 4, 1.9),
+    ("coupled", "temperature", "dense", mx.float32, "split", 2, 1.01),
+    ("coupled", "both", "one-hot", mx.bfloat16, "split", 3, 1.7),
+    ("coupled", "temperature", "one-hot", mx.float32, "sequence", 1, 1.01),
+    ("typical", "temperature", "dense", mx.float32, "split", 2, 1.02),
+    ("typical", "both", "one-hot", mx.float32, "split", 3, 1.7),
 ]
 
 
@@ -204,3 +213,19 @@ def test_dispatches_and_device_bytes(
     assert len(call["dispatches"]) == dispatches
     assert read <= limit * compulsory
     assert others + written <= 0.05 * compulsory
+
+
+@pytest.mark.parametrize("name, dispatches, limit", [("temperature", 2, 1.01), ("both", 3, 1.7)])
+def test_coupled_sample_reads_its_row_once(name, dispatches, limit, figure):
+    vocab_size = 152064
+    logits = 2 * mx.random.normal((1, vocab_size), key=mx.random.key(1))
+    noise = {"keys": mx.random.key(2)[None], "positions": mx.array([7])}
+    with simulator.options(variant="split", shadow=False):
+        token = simulator.sample(logits, FILTERS[name], rule="coupled", **noise).tokens
+        mx.eval(token)
+    (call,) = simulator.take_calls()
+    assert token.item() == sample(logits, FILTERS[name], rule="coupled", **noise).tokens.item()
+    read = sum(b["read"] for b in call["buffers"] if b["name"] == "input 0")
+    figure("logits read over compulsory", read / logits.nbytes)
+    assert len(call["dispatches"]) == dispatches
+    assert read <= limit * logits.nbytes

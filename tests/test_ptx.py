@@ -55,9 +55,9 @@ SETTINGS = {
     ),
     "block": ({"draft_kind": DENSE, "rule": BLOCK, "has_bitmask": 1}, (*SPLIT, "residual")),
     "block sparse": ({"draft_kind": SPARSE, "rule": BLOCK, "target_filtered": 1}, (*SPLIT, "rows")),
-    "cascade": (
-        {"draft_kind": SPARSE, "rule": CASCADE, "target_dtype": BFLOAT16}, SPLIT,
-    ),
+    "cascade": ({"draft_kind": SPARSE, "rule": CASCADE, "target_dtype": BFLOAT16}, SPLIT),
+    "coupled": ({"rule": COUPLED, "keyed": 1, "target_filtered": 1}, (*SPLIT, "rows")),
+    "typical": ({"rule": TYPICAL, "target_filtered": 1}, (*SPLIT, "rows")),
     "stats": ({"draft_kind": DENSE, "has_vocab": 1, "with_stats": 1}, ("stats",)),
     "stats sparse": ({"draft_kind": SPARSE, "with_stats": 1}, ("stats",)),
     "sample": (
