@@ -156,17 +156,25 @@ struct Distribution {
   }
 };
 
+// Chunk c of a block, where c is not a constant.
+inline void take_chunk(const thread float* x, int c, thread float* out) {
+  UNROLLED(i, HELD) {
+    out[i % READS] = i < READS || i / READS == c ? x[i] : out[i % READS];
+  }
+}
+
 // What the entropy needs of a block: sums of w * -log(w), and of the weights w.
 inline float2 entropy_sums(const thread float* x, Distribution dist, int block, ushort lane) {
   float2 sums = float2(0);
-  UNROLLED(c, CHUNKS) {
+  ROLLED(c, CHUNKS) {
+    float y[READS];
     float w[READS];
     float v[READS];
+    take_chunk(x, c, y);
     UNROLLED(j, READS) {
-      float logit = x[c * READS + j];
-      w[j] = dist.weight(logit, held_id(block, c, lane) + j);
-      // -log of a weight is (max - l) / T; a weight of 0 adds nothing, also where that is inf.
-      v[j] = w[j] > 0 ? w[j] * ((dist.max - logit) / dist.temperature) : 0.0f;
+      float below = (dist.max - y[j]) / dist.temperature; // -log of a weight
+      w[j] = dist.keeps(y[j], held_id(block, c, lane) + j) ? exp(-below) : 0.0f;
+      v[j] = w[j] > 0 ? w[j] * below : 0.0f; // nothing also where that is inf
     }
     sums += float2(run_sum(v), run_sum(w));
   }
@@ -180,9 +188,7 @@ inline float2 coupled_best(const thread float* x, Distribution dist, uint2 key, 
   uint id = ~0u;
   ROLLED(c, CHUNKS) {
     float y[READS];
-    UNROLLED(i, HELD) {
-      y[i % READS] = i < READS || i / READS == c ? x[i] : y[i % READS];
-    }
+    take_chunk(x, c, y);
     UNROLLED(pair, READS / 2) {
       uint even = uint(held_id(block, c, lane)) + 2 * pair;
       uint2 words = threefry2x32(key, uint2(position, even / 2));
@@ -200,9 +206,8 @@ inline float2 coupled_best(const thread float* x, Distribution dist, uint2 key, 
   return float2(winner, as_type<float>(tree_min(best == winner ? id : ~0u)));
 }
 
-// Maximum and mass of a block, the mass relative to the block's own maximum. NaN as the maximum marks
-// a bad block. A greedy row has the id of the maximum in place of the mass.
-inline float2 reduce_block(const thread float* x, int block, float temperature, bool greedy, ushort lane) {
+// Maximum of a block; NaN marks a bad one.
+inline float block_max(const thread float* x) {
   float max = -INFINITY;
   bool bad = false;
   UNROLLED(i, HELD) {
@@ -210,24 +215,31 @@ inline float2 reduce_block(const thread float* x, int block, float temperature, 
     bad = bad || isnan(x[i]);
   }
   max = tree_max(max);
-  if (simd_any(bad) || max == INFINITY) {
-    return float2(NAN, 0);
-  }
-  if (max == -INFINITY) {
-    return float2(max, 0);
+  return simd_any(bad) || max == INFINITY ? NAN : max;
+}
+
+// Mass of a block relative to its own maximum. A greedy row has the id of the maximum in its place.
+inline float
+block_mass(const thread float* x, int block, float max, float temperature, bool greedy, ushort lane) {
+  if (!(max > -INFINITY)) {
+    return 0;
   }
   if (greedy) {
     uint id = ~0u;
     UNROLLED(i, HELD) {
       id = x[i] == max ? min(id, uint(held_id(block, i / READS, lane) + i % READS)) : id;
     }
-    return float2(max, as_type<float>(tree_min(id)));
+    return as_type<float>(tree_min(id));
   }
-  float w[HELD];
-  UNROLLED(i, HELD) {
-    w[i] = exp((x[i] - max) / temperature);
+  float sum = 0;
+  UNROLLED(c, CHUNKS) {
+    float w[READS];
+    UNROLLED(j, READS) {
+      w[j] = exp((x[c * READS + j] - max) / temperature);
+    }
+    sum += run_sum(w);
   }
-  return float2(max, block_sum(w));
+  return tree_sum(sum);
 }
 
 // Largest maximum of all blocks, by one simdgroup; NaN if a block is bad or none is finite.

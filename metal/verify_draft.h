@@ -192,17 +192,24 @@ struct Sequence {
     bool raw = is_target(r) && logprobs_kind == int(Logprobs::Raw);
     if (raw) {
       load_block(source, block, false, lane, x);
-      partial.zw = reduce_block(x, block, 1.0f, false, lane);
+      partial.z = block_max(x);
+      partial.w = block_mass(x, block, partial.z, 1.0f, false, lane);
     }
     load_block(source, block, true, lane, x);
-    partial.xy = reduce_block(x, block, s.measured(), s.greedy(), lane);
+    partial.x = block_max(x);
     bool digested = has_digests() && is_target(r) && !s.greedy() && !s.has_filters();
-    float2 d = digested ? digest(r, block, partial.x, unfiltered(s, source.size), x) : float2(0);
-    if (lane == 0) {
-      row_partials(r)[block] = partial;
-      if (digested) {
+    if (digested) {
+      float2 d = digest(r, block, partial.x, unfiltered(s, source.size), x);
+      partial.y = d.y; // the mass, with Rule::Typical
+      if (lane == 0) {
         digests(r)[block] = d;
       }
+    }
+    if (!digested || rule != int(Rule::Typical)) {
+      partial.y = block_mass(x, block, partial.x, s.measured(), s.greedy(), lane);
+    }
+    if (lane == 0) {
+      row_partials(r)[block] = partial;
     }
   }
 
