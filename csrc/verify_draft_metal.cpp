@@ -106,12 +106,14 @@ int num_blocks(int size) {
 
 Geometry geometry(const MetalCall& call) {
   const auto& logits = call.inputs[VerifyDraft::TargetLogits];
-  bool dense = call.options.draft == DraftKind::Dense;
+  const auto& options = call.options;
+  bool dense = options.draft == DraftKind::Dense;
   Geometry g;
   g.num_slots = call.num_slots;
   g.batch = static_cast<int>(call.status->size());
-  bool reads_draft = dense && !call.options.has_draft_stats;
-  g.num_rows = reads_draft ? 2 * g.num_slots + 1 : g.num_slots + 1;
+  bool reduces_draft =
+      dense && !options.has_draft_stats && (options.stats || reads_draft(options.rule.kind));
+  g.num_rows = reduces_draft ? 2 * g.num_slots + 1 : g.num_slots + 1;
   g.row_blocks = num_blocks(logits.shape(-1));
   if (dense) {
     g.row_blocks =
@@ -143,11 +145,12 @@ std::vector<std::string> kernels_of(mx::Stream stream, const MetalCall& call, co
   if (call.target_filtered || call.draft_filtered) {
     kernels.push_back("verify_draft_rows");
   }
-  if (call.options.draft == DraftKind::Dense) {
+  const auto& options = call.options;
+  if (options.draft == DraftKind::Dense && reads_draft(options.rule.kind) && g.num_slots > 0) {
     kernels.push_back("verify_draft_residual");
   }
   kernels.push_back("verify_draft_draw");
-  if (call.options.stats && call.num_slots > 0) {
+  if (options.stats && g.num_slots > 0) {
     kernels.push_back("verify_draft_stats");
   }
   return kernels;
@@ -254,9 +257,14 @@ void encode_metal(mx::Stream stream, MetalCall& call) {
   mx::array mass = scratch(encoder, {g.batch, all_rows, g.row_blocks});
   mx::array dummy = scratch(encoder, {4});
   VerifyDraftParams params = make_params(call, g);
-  int regions = call.options.stats ? g.batch * g.num_slots : g.batch;
+  bool by_block = call.options.rule.kind == Rule::Block;
+  int regions = call.options.stats || by_block ? g.batch * g.num_slots : g.batch;
   mx::array scattered =
       call.options.has_vocab ? scratch(encoder, {regions, 2, params.vocab_size}) : dummy;
+
+  bool has_digests = !reads_draft(call.options.rule.kind);
+  mx::array digests =
+      has_digests ? scratch(encoder, {g.batch, g.num_slots + 1, g.row_blocks, 2}) : dummy;
 
   Constants constants(call);
   for (const auto& name : kernels_of(stream, call, g)) {
@@ -271,6 +279,7 @@ void encode_metal(mx::Stream stream, MetalCall& call) {
     encoder.set_output_array(partials, BUF_PARTIALS);
     encoder.set_output_array(mass, BUF_MASS);
     encoder.set_output_array(scattered, BUF_SCATTERED);
+    encoder.set_output_array(digests, BUF_DIGESTS);
     encoder.set_output_array(*call.tokens, BUF_TOKENS);
     encoder.set_output_array(call.num_accepted ? *call.num_accepted : dummy, BUF_NUM_ACCEPTED);
     encoder.set_output_array(*call.status, BUF_STATUS);
@@ -281,16 +290,24 @@ void encode_metal(mx::Stream stream, MetalCall& call) {
     }
 
     bool spread = name == "verify_draft_partials" || name == "verify_draft_residual";
-    // With a vocabulary map each group looks at all columns, so few groups are better.
-    bool maps = name == "verify_draft_residual" && call.options.has_vocab;
-    int threads = threads_for(kernel, spread && !maps ? kSpreadThreads : MAX_THREADS);
+    int wanted = spread ? kSpreadThreads : MAX_THREADS;
+    if (name == "verify_draft_residual") {
+      // With a vocabulary map each group looks at all columns, by the block rule it walks along the draft
+      // for every slot: few groups are better.
+      wanted = call.options.has_vocab ? MAX_THREADS : by_block ? 2 * kSpreadThreads : kSpreadThreads;
+    }
+    int threads = threads_for(kernel, wanted);
     int groups = spread ? (g.row_blocks + threads / LANES - 1) / (threads / LANES) : 1;
-    bool per_row = name == "verify_draft_partials" || name == "verify_draft_rows";
     if (name == "verify_draft_stats") {
       groups = g.num_slots;
     }
-    encoder.dispatch_threadgroups(
-        MTL::Size(groups, per_row ? g.num_rows : 1, g.batch), MTL::Size(threads, 1, 1));
+    int rows = 1;
+    if (name == "verify_draft_partials" || name == "verify_draft_rows") {
+      rows = g.num_rows;
+    } else if (name == "verify_draft_residual" && by_block) {
+      rows = g.num_slots;
+    }
+    encoder.dispatch_threadgroups(MTL::Size(groups, rows, g.batch), MTL::Size(threads, 1, 1));
   }
 }
 
@@ -305,7 +322,8 @@ MetalCall verify_call(
       options,
       false,
       options.target_filtered,
-      options.draft == DraftKind::Dense && !options.has_draft_stats && options.draft_filtered,
+      options.draft == DraftKind::Dense && !options.has_draft_stats && options.draft_filtered &&
+          (options.stats || reads_draft(options.rule.kind)),
       inputs[VerifyDraft::DraftTokens].shape(-1),
       inputs,
       &outputs[0],

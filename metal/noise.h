@@ -33,15 +33,27 @@ inline float keyed_uniform(uint2 key, int i) {
   return min(bits * 2.3283064365386963e-10f, 0.99999994f);
 }
 
+// Standard Gumbel noise -log(e) of a random word: x = word * 2**-32 + 2**-33 and e = -log1p(-x). So a
+// tail has all 32 bits, and no rounding of x to 1 lets an id win by an infinite score.
+inline float gumbel(uint word) {
+  float x = float(word) * 2.3283064365386963e-10f + 1.1641532182693481e-10f;
+  x = min(x, 0.99999994f);
+  // Near 0 log(1 - x) would lose the low bits of x: six terms of its series are within 1e-8.
+  float tail = 1.0f / 3 + x * (1.0f / 4 + x * (1.0f / 5 + x * (1.0f / 6)));
+  float series = x * (1 + x * (1.0f / 2 + x * tail));
+  float e = x < 0.0625f ? series : -precise::log(1 - x);
+  return -precise::log(e);
+}
+
 struct Noise {
   const device uint* data;
   int64_t step;
   bool keyed;
   int num_coins;
 
+  uint2 key() const { return uint2(data[0], data[step]); }
   float word(int i) const {
-    return keyed ? keyed_uniform(uint2(data[0], data[step]), i)
-                 : as_type<float>(data[i * step]);
+    return keyed ? keyed_uniform(key(), i) : as_type<float>(data[i * step]);
   }
   float coin(int slot) const { return word(slot); }
   // The pair that draws a token, whatever the length of the sequence's draft.

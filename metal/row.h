@@ -1,6 +1,7 @@
 // One row of logits: read in place by blocks, reduced, and described by four scalars.
 #pragma once
 
+#include "noise.h"
 #include "simd.h"
 #include "verify_draft_params.h"
 
@@ -93,12 +94,16 @@ inline void load_block(Row row, int block, bool masked, ushort lane, thread floa
   }
 }
 
+// Sum of a lane's chunk.
+inline float run_sum(const thread float* v) {
+  return ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]));
+}
+
 // Sum of a block held by a simdgroup: pairs, then chunks, then lanes.
 inline float block_sum(const thread float* w) {
   float sum = 0;
   UNROLLED(c, CHUNKS) {
-    const thread float* v = w + c * READS;
-    sum += ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]));
+    sum += run_sum(w + c * READS);
   }
   return tree_sum(sum);
 }
@@ -132,9 +137,11 @@ struct Distribution {
   bool greedy;
   bool finite;
 
+  bool keeps(float logit, int id) const {
+    return logit > cutoff || (logit == cutoff && id <= cutoff_id);
+  }
   float weight(float logit, int id) const {
-    bool kept = logit > cutoff || (logit == cutoff && id <= cutoff_id);
-    return kept ? exp((logit - max) / temperature) : 0.0f;
+    return keeps(logit, id) ? exp((logit - max) / temperature) : 0.0f;
   }
   float scale() const { return exp(-log_norm); }
   float prob(float logit, int id) const { return weight(logit, id) * scale(); }
@@ -149,9 +156,58 @@ struct Distribution {
   }
 };
 
-// Maximum and mass of a block, the mass relative to the block's own maximum. NaN as the maximum marks
-// a bad block. A greedy row has the id of the maximum in place of the mass.
-inline float2 reduce_block(const thread float* x, int block, float temperature, bool greedy, ushort lane) {
+// Chunk c of a block, where c is not a constant.
+inline void take_chunk(const thread float* x, int c, thread float* out) {
+  UNROLLED(i, HELD) {
+    out[i % READS] = i < READS || i / READS == c ? x[i] : out[i % READS];
+  }
+}
+
+// What the entropy needs of a block: sums of w * -log(w), and of the weights w.
+inline float2 entropy_sums(const thread float* x, Distribution dist, int block, ushort lane) {
+  float2 sums = float2(0);
+  ROLLED(c, CHUNKS) {
+    float y[READS];
+    float w[READS];
+    float v[READS];
+    take_chunk(x, c, y);
+    UNROLLED(j, READS) {
+      float below = (dist.max - y[j]) / dist.temperature; // -log of a weight
+      w[j] = dist.keeps(y[j], held_id(block, c, lane) + j) ? exp(-below) : 0.0f;
+      v[j] = w[j] > 0 ? w[j] * below : 0.0f; // nothing also where that is inf
+    }
+    sums += float2(run_sum(v), run_sum(w));
+  }
+  return float2(tree_sum(sums.x), tree_sum(sums.y));
+}
+
+// The largest (logit - max) / temperature + noise among the kept ids of a block, and the id's bits.
+inline float2 coupled_best(const thread float* x, Distribution dist, uint2 key, uint position, int block,
+                           ushort lane) {
+  float best = -INFINITY;
+  uint id = ~0u;
+  ROLLED(c, CHUNKS) {
+    float y[READS];
+    take_chunk(x, c, y);
+    UNROLLED(pair, READS / 2) {
+      uint even = uint(held_id(block, c, lane)) + 2 * pair;
+      uint2 words = threefry2x32(key, uint2(position, even / 2));
+      UNROLLED(odd, 2) {
+        float logit = y[2 * pair + odd];
+        float score = (logit - dist.max) / dist.temperature + gumbel(odd ? words.y : words.x);
+        if (dist.keeps(logit, int(even) + odd) && score > best) {
+          best = score;
+          id = even + odd;
+        }
+      }
+    }
+  }
+  float winner = tree_max(best);
+  return float2(winner, as_type<float>(tree_min(best == winner ? id : ~0u)));
+}
+
+// Maximum of a block; NaN marks a bad one.
+inline float block_max(const thread float* x) {
   float max = -INFINITY;
   bool bad = false;
   UNROLLED(i, HELD) {
@@ -159,24 +215,31 @@ inline float2 reduce_block(const thread float* x, int block, float temperature, 
     bad = bad || isnan(x[i]);
   }
   max = tree_max(max);
-  if (simd_any(bad) || max == INFINITY) {
-    return float2(NAN, 0);
-  }
-  if (max == -INFINITY) {
-    return float2(max, 0);
+  return simd_any(bad) || max == INFINITY ? NAN : max;
+}
+
+// Mass of a block relative to its own maximum. A greedy row has the id of the maximum in its place.
+inline float
+block_mass(const thread float* x, int block, float max, float temperature, bool greedy, ushort lane) {
+  if (!(max > -INFINITY)) {
+    return 0;
   }
   if (greedy) {
     uint id = ~0u;
     UNROLLED(i, HELD) {
       id = x[i] == max ? min(id, uint(held_id(block, i / READS, lane) + i % READS)) : id;
     }
-    return float2(max, as_type<float>(tree_min(id)));
+    return as_type<float>(tree_min(id));
   }
-  float w[HELD];
-  UNROLLED(i, HELD) {
-    w[i] = exp((x[i] - max) / temperature);
+  float sum = 0;
+  UNROLLED(c, CHUNKS) {
+    float w[READS];
+    UNROLLED(j, READS) {
+      w[j] = exp((x[c * READS + j] - max) / temperature);
+    }
+    sum += run_sum(w);
   }
-  return float2(max, block_sum(w));
+  return tree_sum(sum);
 }
 
 // Largest maximum of all blocks, by one simdgroup; NaN if a block is bad or none is finite.
@@ -208,18 +271,26 @@ inline float combine_sum(
   return tree_sum(sum);
 }
 
-// The distribution of a row without filters, from its blocks.
-inline Distribution
-combine(const device float4* partials, int size, int num_blocks, RowSampling sampling, ushort lane) {
+// What is known of a row without filters before it is read.
+inline Distribution unfiltered(RowSampling sampling, int size) {
   Distribution dist;
-  float max = combine_max(partials, num_blocks, false, lane);
-  dist.max = max;
-  dist.finite = !isnan(max);
+  dist.max = NAN;
+  dist.finite = false;
   dist.greedy = sampling.greedy();
   dist.temperature = dist.greedy ? 1.0f : sampling.temperature;
   dist.cutoff = -INFINITY;
   dist.cutoff_id = size - 1;
   dist.log_norm = 0;
+  return dist;
+}
+
+// The distribution of a row without filters, from its blocks.
+inline Distribution
+combine(const device float4* partials, int size, int num_blocks, RowSampling sampling, ushort lane) {
+  Distribution dist = unfiltered(sampling, size);
+  float max = combine_max(partials, num_blocks, false, lane);
+  dist.max = max;
+  dist.finite = !isnan(max);
   if (dist.finite && dist.greedy) {
     uint id = ~0u;
     for (int block = lane; block < num_blocks; block += LANES) {

@@ -4,6 +4,8 @@
 
 // A loop over values held in registers: an index that is not a constant would put them into memory.
 #define UNROLLED(i, n) _Pragma("clang loop unroll(full)") for (int i = 0; i < (n); ++i)
+// A loop that is too long to be unrolled.
+#define ROLLED(i, n) _Pragma("clang loop unroll(disable)") for (int i = 0; i < (n); ++i)
 
 namespace exactspec {
 

@@ -1,10 +1,9 @@
 // verify_draft and sample as named steps. A call is one threadgroup per sequence (`sequence`), or split
 // over threadgroups: `partials`, `rows` (with filters), `residual` (dense drafts), `draw`. Both variants
-// run the same steps on the same blocks, so they give the same bits.
+// run the same steps on the same blocks, so they give the same bits. docs/rules.md has the rules.
 #pragma once
 
 #include "filter.h"
-#include "noise.h"
 
 namespace exactspec {
 
@@ -45,6 +44,7 @@ struct Buffers {
   device float4* partials;
   device float* mass;
   device float* scattered;
+  device float2* digests;
   device int* tokens;
   device int* num_accepted;
   device uint* status;
@@ -53,6 +53,24 @@ struct Buffers {
 
 // What the accepted prefix ended with.
 enum class Next : int { Target, Residual, Nothing };
+
+// A walk along a sequence's draft.
+struct Walk {
+  int slot; // slots before it were accepted; with Rule::Block: have been looked at
+  float weight; // Rule::Block: that of the prefix before the slot
+  bool ended;
+  Next next;
+  uint bits;
+};
+
+// What the next token is drawn from: the target at a slot, or max(factor * target - draft, 0).
+struct Source {
+  int slot;
+  Next next;
+  float factor;
+  Distribution target;
+  Distribution draft;
+};
 
 // One sequence of the batch, as seen by one thread of `num_threads`.
 struct Sequence {
@@ -148,16 +166,22 @@ struct Sequence {
     return in.partials + at * (in.params->row_blocks + 1);
   }
   device float4* row_slot(int r) const { return row_partials(r) + in.params->row_blocks; }
-  // A float per block: the row that is drawn from uses the region of row 0.
+  // A float per block.
   device float* block_floats(int r) const {
     return in.mass + (int64_t(b) * (2 * K + 1) + r) * in.params->row_blocks;
   }
-  device float* block_mass() const { return block_floats(0); }
-  // One region a sequence, or one a slot when every slot's statistics are wanted. Each holds V
-  // probabilities, then V columns.
-  int64_t scattered_at(int slot) const {
-    return (with_stats ? int64_t(b) * K + slot : int64_t(b)) * in.params->vocab_size * 2;
+  device float2* digests(int i) const {
+    return in.digests + (int64_t(b) * (K + 1) + i) * in.params->row_blocks;
   }
+  // One region a sequence, or one a slot when every slot's statistics or residual are wanted. Each holds
+  // V probabilities, then V columns.
+  int64_t scattered_at(int slot) const {
+    bool per_slot = with_stats || rule == int(Rule::Block);
+    return (per_slot ? int64_t(b) * K + slot : int64_t(b)) * in.params->vocab_size * 2;
+  }
+  // Rule::Block: the weight of the first `count` > 0 drafts, kept where the filters of a draft's row had
+  // their scratch.
+  device float& prefix_weight(int count) const { return *block_floats(K + count); }
 
   // Step 1, per block: maximum and mass, by one simdgroup.
   void reduce(int r, int block) const {
@@ -168,14 +192,43 @@ struct Sequence {
     bool raw = is_target(r) && logprobs_kind == int(Logprobs::Raw);
     if (raw) {
       load_block(source, block, false, lane, x);
-      partial.zw = reduce_block(x, block, 1.0f, false, lane);
+      partial.z = block_max(x);
+      partial.w = block_mass(x, block, partial.z, 1.0f, false, lane);
     }
     load_block(source, block, true, lane, x);
-    partial.xy = reduce_block(x, block, s.measured(), s.greedy(), lane);
+    partial.x = block_max(x);
+    bool digested = has_digests() && is_target(r) && !s.greedy() && !s.has_filters();
+    if (digested) {
+      float2 d = digest(r, block, partial.x, unfiltered(s, source.size), x);
+      partial.y = d.y; // the mass, with Rule::Typical
+      if (lane == 0) {
+        digests(r)[block] = d;
+      }
+    }
+    if (!digested || rule != int(Rule::Typical)) {
+      partial.y = block_mass(x, block, partial.x, s.measured(), s.greedy(), lane);
+    }
     if (lane == 0) {
       row_partials(r)[block] = partial;
     }
   }
+
+  static bool has_digests() { return !reads_draft(Rule(rule)); }
+
+  // What the rule needs of a block of a target row, relative to the block's own maximum: of the kept ids,
+  // the best score and its id, or the sums for the entropy.
+  float2 digest(int i, int block, float max, Distribution dist, const thread float* x) const {
+    dist.max = max;
+    if (rule == int(Rule::Typical)) {
+      return max > -INFINITY ? entropy_sums(x, dist, block, lane) : float2(0);
+    }
+    if (!(max > -INFINITY)) {
+      return float2(-INFINITY, 0);
+    }
+    return coupled_best(x, dist, noise().key(), position(i), block, lane);
+  }
+
+  uint position(int i) const { return uint(in.positions[b * in.params->positions_batch] + i); }
 
   // Step 2, with filters: the cut and the normaliser of a row, by the whole threadgroup.
   void filter(int r, FilterMemory memory) const {
@@ -184,6 +237,22 @@ struct Sequence {
     if (tid == 0) {
       float id = as_type<float>(dist.cutoff_id);
       *row_slot(r) = float4(dist.finite ? dist.max : NAN, dist.log_norm, dist.cutoff, id);
+    }
+    if (!has_digests() || !is_target(r) || !dist.finite || !row_sampling(r).has_filters()) {
+      return;
+    }
+    for (int block = simdgroup; block < row(r).num_blocks(); block += num_simdgroups) {
+      float max = row_partials(r)[block].x;
+      float x[HELD];
+      if (max >= dist.cutoff) {
+        load_block(row(r), block, true, lane, x);
+      } else {
+        max = -INFINITY;
+      }
+      float2 d = digest(r, block, max, dist, x);
+      if (lane == 0) {
+        digests(r)[block] = d;
+      }
     }
   }
 
@@ -333,62 +402,175 @@ struct Sequence {
     if (is_target(r)) {
       return r <= n;
     }
-    // A greedy target decides without the draft's row.
-    return dense() && !has_draft_stats && r - K - 1 < n && (with_stats || !target_sampling.greedy());
+    bool decides = reads_draft(Rule(rule)) && !target_sampling.greedy();
+    return dense() && !has_draft_stats && r - K - 1 < n && (with_stats || decides);
   }
 
-  // Step 3: decides one slot; true while the draft goes on. Every lane of a simdgroup calls it.
-  bool accept_slot(int i, int n, thread Next& next, thread uint& bits) const {
-    Distribution target = distribution(i);
-    if (!target.finite) {
-      bits |= NON_FINITE_TARGET;
-      next = Next::Nothing;
-      return false;
+  // The probability of the draft's likeliest column or entry.
+  float largest_draft_prob(int slot, Distribution dist) const {
+    if (draft_kind != int(DraftKind::Sparse)) {
+      return dense() ? dist.scale() : 1.0f;
     }
-    next = Next::Target;
+    float largest = 0;
+    for (int i = lane; i < in.params->draft_width; i += LANES) {
+      largest = max(largest, sparse_id(slot, i) >= 0 ? sparse_prob(slot, i) : 0.0f);
+    }
+    return tree_max(largest);
+  }
+
+  static Walk begin() {
+    Walk walk;
+    walk.slot = 0;
+    walk.weight = 1;
+    walk.ended = false;
+    walk.next = Next::Nothing;
+    walk.bits = 0;
+    return walk;
+  }
+
+  // Greedy targets decide alike under every rule.
+  bool by_block() const { return rule == int(Rule::Block) && !target_sampling.greedy(); }
+
+  // Step 3: decides one slot, by one simdgroup.
+  void accept_slot(int n, thread Walk& walk) const {
+    const int i = walk.slot;
+    Distribution target = distribution(i);
+    walk.ended = true;
+    if (!target.finite) {
+      walk.bits |= NON_FINITE_TARGET;
+      walk.next = Next::Nothing;
+      return;
+    }
+    walk.next = Next::Target;
     if (i == n) {
-      return false;
+      return;
     }
     if (!can_produce(i)) {
-      bits |= OUT_OF_RANGE;
-      return false;
+      walk.bits |= OUT_OF_RANGE;
+      return;
     }
-    bits |= token(i) >= in.params->vocab_size ? OUT_OF_RANGE : 0;
-    if (target.greedy) {
+    walk.bits |= token(i) >= in.params->vocab_size ? OUT_OF_RANGE : 0;
+    bool accepted;
+    if (target.greedy || rule == int(Rule::Coupled)) {
       // The residual of a one-hot target is its token, as is the target itself.
-      return token(i) == target.cutoff_id;
+      accepted = token(i) == choice(i, target);
+    } else if (rule == int(Rule::Typical)) {
+      constant float* p = in.params->rule_parameters;
+      accepted = target_prob(i, target) > min(p[0], p[1] * exp(-digested_entropy(i, target)));
+    } else {
+      Distribution draft = target;
+      bool bad = false;
+      if (dense()) {
+        draft = distribution(K + 1 + i);
+        bad = !draft.finite;
+      } else if (draft_kind == int(DraftKind::Sparse)) {
+        bad = sparse_is_bad(i);
+      }
+      if (bad) {
+        walk.bits |= BAD_DRAFT;
+        walk.next = Next::Nothing;
+        return;
+      }
+      walk.next = Next::Residual;
+      float drafted = draft_prob(i, draft);
+      float prob = target_prob(i, target);
+      walk.bits |= drafted == 0 ? ZERO_DRAFT_PROB : 0;
+      if (rule == int(Rule::Block)) {
+        float without_draft = walk.weight > 0 ? 1.0f : 0.0f;
+        float with_draft = drafted == 0 ? without_draft : min(walk.weight * prob / drafted, 1.0f);
+        walk.weight = prob == 0 ? 0.0f : with_draft;
+        accepted = true;
+      } else {
+        bool defers = rule != int(Rule::Cascade) ||
+            largest_draft_prob(i, draft) < target.scale() - in.params->rule_parameters[0];
+        // Strictly less: a token the target cannot produce stays out also when the coin is 0.
+        accepted = (defers ? noise().coin(i) * drafted : 0.0f) < prob;
+      }
     }
-    Distribution draft = target;
-    bool bad = false;
-    if (dense()) {
-      draft = distribution(K + 1 + i);
-      bad = !draft.finite;
-    } else if (draft_kind == int(DraftKind::Sparse)) {
-      bad = sparse_is_bad(i);
+    walk.ended = !accepted;
+    walk.slot += accepted;
+  }
+
+  // The id that a greedy target or one coupled to its noise chooses.
+  int choice(int i, Distribution target) const {
+    if (target.greedy) {
+      return target.cutoff_id;
     }
-    if (bad) {
-      bits |= BAD_DRAFT;
-      next = Next::Nothing;
-      return false;
+    const device float4* partials = row_partials(i);
+    float best = -INFINITY;
+    uint id = ~0u;
+    for (int block = lane; block < target_row(i).num_blocks(); block += LANES) {
+      float2 d = digests(i)[block];
+      float score = d.x + (partials[block].x - target.max) / target.temperature;
+      id = score > best ? as_type<uint>(d.y) : id;
+      best = score > best ? score : best;
     }
-    float prob = draft_prob(i, draft);
-    bits |= prob == 0 ? ZERO_DRAFT_PROB : 0;
-    // Strictly less: a token the target cannot produce stays out also when the coin is 0.
-    bool accepted = noise().coin(i) * prob < target_prob(i, target);
+    float winner = tree_max(best);
+    return int(tree_min(best == winner ? id : ~0u));
+  }
+
+  // Entropy in nats of a target row, by one simdgroup.
+  float digested_entropy(int i, Distribution target) const {
+    const device float4* partials = row_partials(i);
+    float sum = 0;
+    for (int block = lane; block < target_row(i).num_blocks(); block += LANES) {
+      float2 d = digests(i)[block];
+      float below = (target.max - partials[block].x) / target.temperature;
+      float factor = exp(-below);
+      sum += factor > 0 ? factor * (d.x + below * d.y) : 0.0f;
+    }
+    return target.log_norm + tree_sum(sum) * target.scale();
+  }
+
+  // After a slot that was accepted: what accept_block needs of it.
+  void keep_weight(Walk walk) const {
+    if (rule == int(Rule::Block) && !walk.ended && lane == 0) {
+      prefix_weight(walk.slot) = walk.weight;
+    }
+  }
+
+  // What simdgroup 0 knows of its walk, for the whole threadgroup.
+  void share(threadgroup int* shared, thread Walk& walk) const {
+    if (tid == 0) {
+      shared[0] = walk.slot;
+      shared[1] = int(walk.next);
+      shared[2] = walk.ended;
+    }
+    threadgroup_barrier(mem_flags::mem_device | mem_flags::mem_threadgroup);
+    walk.slot = shared[0];
+    walk.next = Next(shared[1]);
+    walk.ended = shared[2];
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+  }
+
+  // Rule::Block: whether the coin of all drafts that were looked at passes.
+  bool accepts_all(int n, float weight) const { return noise().coin(n - 1) < weight; }
+
+  // Step 4, Rule::Block, by the whole threadgroup: the longest of the prefixes of `n` drafts whose coin
+  // passes. The masses of its residual are known afterwards, unless nothing is accepted.
+  int accept_block(int n, bool masses_known, threadgroup atomic_uint* repeats, thread Next& next,
+                   thread float& factor) const {
+    next = Next::Target;
+    if (n == 0 || accepts_all(n, prefix_weight(n))) {
+      return n;
+    }
     next = Next::Residual;
-    return accepted;
-  }
-
-  // Step 3 for all slots, when all rows are known.
-  int accept_prefix(int n, thread Next& next, thread uint& bits) const {
-    int i = 0;
-    while (accept_slot(i, n, next, bits)) {
-      ++i;
+    for (int i = n - 1; i > 0; --i) {
+      factor = prefix_weight(i);
+      if (!masses_known) {
+        store_masses(source(i, next, factor), repeats);
+      }
+      float sum = sum_floats(i, target_row(i).num_blocks());
+      float rest = sum + (1 - factor);
+      if (rest == 0 || noise().coin(i - 1) < sum / rest) {
+        return i;
+      }
     }
-    return i;
+    factor = 1;
+    return 0;
   }
 
-  // Step 4, dense drafts with a vocabulary map: probabilities of ids [first, last) by target id. The
+  // Step 5, dense drafts with a vocabulary map: probabilities of ids [first, last) by target id. The
   // lowest column of an id writes it; columns that repeat an id add to it in column order.
   void scatter(int slot, Distribution draft, int first, int last, threadgroup atomic_uint* repeats) const {
     Row source = draft_row(slot);
@@ -479,50 +661,82 @@ struct Sequence {
     }
   }
 
+  Source source(int slot, Next next, float factor) const {
+    Source from;
+    from.slot = slot;
+    from.next = next;
+    from.factor = factor;
+    from.target = distribution(slot);
+    from.draft = from.target;
+    if (next == Next::Residual && dense()) {
+      from.draft = distribution(K + 1 + slot);
+    }
+    return from;
+  }
+
   // Weights that the next token is drawn from, at one block's ids.
-  void draw_weights(int i, Next next, Distribution target, Distribution draft, int block, thread float* w) const {
-    load_block(target_row(i), block, true, lane, w);
-    target.weights(block, lane, w);
-    if (next == Next::Residual) {
-      float scale = target.scale();
+  void draw_weights(Source from, int block, thread float* w) const {
+    load_block(target_row(from.slot), block, true, lane, w);
+    from.target.weights(block, lane, w);
+    if (from.next == Next::Residual) {
+      float scale = from.factor * from.target.scale();
       UNROLLED(j, HELD) {
         w[j] *= scale;
       }
-      subtract_draft(i, draft, block, w);
+      subtract_draft(from.slot, from.draft, block, w);
       UNROLLED(j, HELD) {
         w[j] = w[j] > 0 ? w[j] : 0.0f;
       }
     }
   }
 
-  // Step 5: mass of one block of the row that is drawn from, by one simdgroup. A block is read only if
-  // its mass is not known from step 1.
-  float draw_mass(int i, Next next, Distribution target, Distribution draft, int block) const {
-    float2 partial = row_partials(i)[block].xy;
+  // Step 5: mass of one block of what is drawn from, by one simdgroup. A block is read only if its mass is
+  // not known from step 1.
+  float draw_mass(Source from, int block) const {
+    const Distribution target = from.target;
+    float2 partial = row_partials(from.slot)[block].xy;
     if (target.greedy) {
       return target.cutoff_id / DRAW_BLOCK == block ? 1.0f : 0.0f;
     }
     if (partial.x == -INFINITY || partial.x < target.cutoff) {
       return 0;
     }
-    bool residual = next == Next::Residual;
-    bool known = !target_sampling.has_filters() && !(residual && (dense() || touches(i, block)));
+    bool residual = from.next == Next::Residual;
+    bool known = !target_sampling.has_filters() && !(residual && (dense() || touches(from.slot, block)));
     if (known) {
       float mass = rescaled(partial, target.max, target.temperature);
-      return residual ? mass * target.scale() : mass;
+      return residual ? mass * (from.factor * target.scale()) : mass;
     }
     float w[HELD];
-    draw_weights(i, next, target, draft, block, w);
+    draw_weights(from, block, w);
     return block_sum(w);
   }
 
-  // Step 6: two-level draw by one simdgroup. -1 if there is no mass.
-  int draw_token(int i, Next next, Distribution target, Distribution draft) const {
-    if (target.greedy) {
-      return target.cutoff_id;
+  void store_mass(Source from, int block) const {
+    float mass = draw_mass(from, block);
+    if (lane == 0) {
+      block_floats(from.slot)[block] = mass;
     }
-    const device float* mass = block_mass();
-    int num_blocks = target_row(i).num_blocks();
+  }
+
+  // Step 5 for all blocks, by the whole threadgroup; known after a barrier.
+  void store_masses(Source from, threadgroup atomic_uint* repeats) const {
+    if (has_vocab && from.next == Next::Residual) {
+      scatter(from.slot, from.draft, 0, in.params->vocab_size, repeats);
+    }
+    int num_blocks = target_row(from.slot).num_blocks();
+    for (int block = simdgroup; block < num_blocks; block += num_simdgroups) {
+      store_mass(from, block);
+    }
+  }
+
+  // Step 6: two-level draw by one simdgroup. -1 if there is no mass.
+  int draw_token(Source from) const {
+    if (from.target.greedy || rule == int(Rule::Coupled)) {
+      return choice(from.slot, from.target);
+    }
+    const device float* mass = block_floats(from.slot);
+    int num_blocks = target_row(from.slot).num_blocks();
     float total = 0;
     for (int first = 0; first < num_blocks; first += LANES) {
       float m = first + lane < num_blocks ? mass[first + lane] : 0.0f;
@@ -549,7 +763,7 @@ struct Sequence {
     }
 
     float w[HELD];
-    draw_weights(i, next, target, draft, block, w);
+    draw_weights(from, block, w);
     total = 0;
     UNROLLED(c, CHUNKS) {
       total += simd_shuffle(inclusive_scan(run_sum(w + c * READS), lane), LANES - 1);
@@ -585,10 +799,6 @@ struct Sequence {
     return drawn < 0 ? last : drawn;
   }
 
-  static float run_sum(const thread float* v) {
-    return ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]));
-  }
-
   float token_logprob(int i, int id, Distribution target) const {
     Row source = target_row(i);
     if (logprobs_kind == int(Logprobs::Filtered)) {
@@ -600,41 +810,42 @@ struct Sequence {
     return source.element(id * source.step) - max - log(sum);
   }
 
-  // Steps 5 to 7 by the whole threadgroup. `masses_known`: another dispatch did step 5 for a residual.
-  void finish(int accepted, Next next, uint bits, bool masses_known, threadgroup int* shared,
-              threadgroup atomic_uint* repeats) const {
+  // Steps 4 to 7 by the whole threadgroup. `masses_known`: another dispatch did step 5 for residuals.
+  void finish(Walk walk, bool masses_known, threadgroup int* shared, threadgroup atomic_uint* repeats) const {
+    int accepted = walk.slot;
+    Next next = walk.next;
+    float factor = 1;
+    if (by_block()) {
+      if (next == Next::Nothing) {
+        accepted = 0;
+      } else {
+        accepted = accept_block(accepted, masses_known, repeats, next, factor);
+        masses_known = masses_known || accepted > 0;
+      }
+    }
     int next_token = PLACEHOLDER_TOKEN;
     if (next != Next::Nothing) {
-      Distribution target = distribution(accepted);
-      Distribution draft = target;
-      if (next == Next::Residual && dense()) {
-        draft = distribution(K + 1 + accepted);
-        if (has_vocab && !masses_known) {
-          scatter(accepted, draft, 0, in.params->vocab_size, repeats);
-        }
-      }
-      next_token = draw(accepted, next, target, draft, masses_known && next == Next::Residual, shared);
+      Source from = source(accepted, next, factor);
+      bool needs_masses = rule != int(Rule::Coupled) && !(masses_known && next == Next::Residual);
+      next_token = draw(from, needs_masses, shared, repeats);
       if (next_token < 0) {
         // Only rounding leaves no residual: target and draft agree, so the target itself is the law.
-        next_token = draw(accepted, Next::Target, target, draft, false, shared);
+        from.next = Next::Target;
+        next_token = draw(from, true, shared, repeats);
       }
     }
     if (simdgroup == 0) {
-      write_tokens(accepted, next_token, bits);
+      write_tokens(accepted, next_token, walk.bits);
     }
   }
 
-  int draw(int i, Next next, Distribution target, Distribution draft, bool masses_known,
-           threadgroup int* shared) const {
-    if (!masses_known) {
-      int num_blocks = target_row(i).num_blocks();
-      for (int block = simdgroup; block < num_blocks; block += num_simdgroups) {
-        store_mass(i, next, target, draft, block);
-      }
+  int draw(Source from, bool needs_masses, threadgroup int* shared, threadgroup atomic_uint* repeats) const {
+    if (needs_masses) {
+      store_masses(from, repeats);
       threadgroup_barrier(mem_flags::mem_device);
     }
     if (simdgroup == 0) {
-      int id = draw_token(i, next, target, draft);
+      int id = draw_token(from);
       if (lane == 0) {
         shared[0] = id;
       }
@@ -644,13 +855,6 @@ struct Sequence {
     // Both the masses and the shared id may be written again.
     threadgroup_barrier(mem_flags::mem_device | mem_flags::mem_threadgroup);
     return id;
-  }
-
-  void store_mass(int i, Next next, Distribution target, Distribution draft, int block) const {
-    float mass = draw_mass(i, next, target, draft, block);
-    if (lane == 0) {
-      block_mass()[block] = mass;
-    }
   }
 
   // Sum over a row's region of block_floats, after a barrier.
@@ -670,15 +874,8 @@ struct Sequence {
     Row source = row(r);
     for (int block = simdgroup; block < source.num_blocks(); block += num_simdgroups) {
       float x[HELD];
-      float w[HELD];
       load_block(source, block, true, lane, x);
-      load_block(source, block, true, lane, w);
-      dist.weights(block, lane, w);
-      UNROLLED(j, HELD) {
-        // -log of a weight is (max - l) / T; a weight of 0 adds nothing, also where that is inf.
-        w[j] = w[j] > 0 ? w[j] * ((dist.max - x[j]) / dist.temperature) : 0.0f;
-      }
-      float sum = block_sum(w);
+      float sum = entropy_sums(x, dist, block, lane).x;
       if (lane == 0) {
         block_floats(scratch_row)[block] = sum;
       }

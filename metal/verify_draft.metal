@@ -29,6 +29,7 @@ using namespace exactspec;
   device float4* partials [[buffer(BUF_PARTIALS)]], \
   device float* mass [[buffer(BUF_MASS)]], \
   device float* scattered [[buffer(BUF_SCATTERED)]], \
+  device float2* digests [[buffer(BUF_DIGESTS)]], \
   device int* tokens [[buffer(BUF_TOKENS)]], \
   device int* num_accepted [[buffer(BUF_NUM_ACCEPTED)]], \
   device uint* status [[buffer(BUF_STATUS)]], \
@@ -44,7 +45,7 @@ using namespace exactspec;
 #define SEQUENCE(b) \
   Buffers buffers = {target_logits, draft_tokens, draft_lengths, draft_rows, draft_probs, draft_vocab, \
       draft_stats, noise, positions, bitmask, {temperature, draft_temperature}, {top_k, draft_top_k}, \
-      {top_p, draft_top_p}, {min_p, draft_min_p}, &params, partials, mass, scattered, tokens, \
+      {top_p, draft_top_p}, {min_p, draft_min_p}, &params, partials, mass, scattered, digests, tokens, \
       num_accepted, status, logprobs}; \
   Sequence sequence(buffers, int(b), tid, threads.x)
 
@@ -80,7 +81,8 @@ using namespace exactspec;
   }
 }
 
-// Grid (ceil(blocks / simdgroups), 1, B), dense drafts: masses of the residual at the rejection.
+// Grid (ceil(blocks / simdgroups), slots, B), dense drafts: masses of the residual at the rejection, or of
+// those that Rule::Block may ask for.
 [[kernel]] void verify_draft_residual(BUFFERS) {
   threadgroup int shared[4];
   threadgroup atomic_uint repeats;
@@ -89,32 +91,43 @@ using namespace exactspec;
     return;
   }
   if (sequence.simdgroup == 0) {
-    uint bits = 0;
-    Next next;
-    int accepted = sequence.accept_prefix(sequence.length(bits), next, bits);
+    Walk walk = Sequence::begin();
+    int n = sequence.length(walk.bits);
+    float factor = 1;
+    bool certain = false; // whether a longer prefix passes whatever its coin
+    while (!walk.ended) {
+      factor = walk.slot == int(group.y) ? walk.weight : factor;
+      sequence.accept_slot(n, walk);
+      certain = certain || (walk.slot > int(group.y) && walk.weight == 1);
+    }
+    int slot = walk.slot;
+    // A greedy target's residual is its token: there is nothing to sum.
+    bool wanted = walk.next == Next::Residual;
+    if (sequence.by_block()) {
+      slot = int(group.y);
+      wanted = walk.next != Next::Nothing && walk.slot > slot && !certain &&
+          !sequence.accepts_all(walk.slot, walk.weight);
+    }
     if (sequence.lane == 0) {
-      shared[0] = accepted;
-      shared[1] = int(next);
+      shared[0] = slot;
+      shared[1] = wanted;
+      shared[2] = as_type<int>(factor);
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  int slot = shared[0];
-  Next next = Next(shared[1]);
-  // A greedy target's residual is its token: there is nothing to sum.
-  if (next != Next::Residual) {
+  if (!shared[1]) {
     return;
   }
-  Distribution target = sequence.distribution(slot);
-  Distribution draft = sequence.distribution(sequence.K + 1 + slot);
-  int num_blocks = sequence.target_row(slot).num_blocks();
+  Source from = sequence.source(shared[0], Next::Residual, as_type<float>(shared[2]));
+  int num_blocks = sequence.target_row(from.slot).num_blocks();
   int first = int(group.x * sequence.num_simdgroups);
   if (has_vocab) {
     int last_id = min(params.vocab_size, (first + int(sequence.num_simdgroups)) * DRAW_BLOCK);
-    sequence.scatter(slot, draft, first * DRAW_BLOCK, last_id, &repeats);
+    sequence.scatter(from.slot, from.draft, first * DRAW_BLOCK, last_id, &repeats);
   }
   int block = first + int(sequence.simdgroup);
   if (block < num_blocks) {
-    sequence.store_mass(slot, next, target, draft, block);
+    sequence.store_mass(from, block);
   }
 }
 
@@ -123,24 +136,20 @@ using namespace exactspec;
   threadgroup int shared[4];
   threadgroup atomic_uint repeats;
   SEQUENCE(group.z);
-  int accepted = 0;
-  Next next = Next::Nothing;
-  uint bits = BAD_PARAMETER;
+  Walk walk = Sequence::begin();
   if (sequence.valid()) {
     if (sequence.simdgroup == 0) {
-      bits = 0;
-      accepted = sequence.accept_prefix(sequence.length(bits), next, bits);
-      if (sequence.lane == 0) {
-        shared[0] = accepted;
-        shared[1] = int(next);
+      int n = sequence.length(walk.bits);
+      while (!walk.ended) {
+        sequence.accept_slot(n, walk);
+        sequence.keep_weight(walk);
       }
     }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    accepted = shared[0];
-    next = Next(shared[1]);
-    threadgroup_barrier(mem_flags::mem_threadgroup);
+    sequence.share(shared, walk);
+  } else {
+    walk.bits = BAD_PARAMETER;
   }
-  sequence.finish(accepted, next, bits, sequence.dense(), shared, &repeats);
+  sequence.finish(walk, sequence.dense(), shared, &repeats);
   if (is_sample && sequence.simdgroup == 0) {
     sequence.write_row_stats(stats0);
   }
@@ -152,16 +161,13 @@ using namespace exactspec;
   threadgroup int shared[4];
   threadgroup atomic_uint repeats;
   SEQUENCE(group.z);
-  int accepted = 0;
-  Next next = Next::Nothing;
-  uint bits = BAD_PARAMETER;
+  Walk walk = Sequence::begin();
   if (sequence.valid()) {
-    bits = 0;
-    int n = sequence.length(bits);
-    for (bool more = true; more;) {
+    int n = sequence.length(walk.bits);
+    while (!walk.ended) {
       for (int side = 0; side < 2; ++side) {
-        int r = side == 0 ? accepted : sequence.K + 1 + accepted;
-        if (side == 1 && accepted == n) {
+        int r = side == 0 ? walk.slot : sequence.K + 1 + walk.slot;
+        if (side == 1 && walk.slot == n) {
           continue;
         }
         if (!sequence.needed(r, n)) {
@@ -178,20 +184,15 @@ using namespace exactspec;
         }
       }
       if (sequence.simdgroup == 0) {
-        more = sequence.accept_slot(accepted, n, next, bits);
-        if (sequence.lane == 0) {
-          shared[0] = more;
-          shared[1] = int(next);
-        }
+        sequence.accept_slot(n, walk);
+        sequence.keep_weight(walk);
       }
-      threadgroup_barrier(mem_flags::mem_threadgroup);
-      more = shared[0];
-      next = Next(shared[1]);
-      accepted += more;
-      threadgroup_barrier(mem_flags::mem_threadgroup);
+      sequence.share(shared, walk);
     }
+  } else {
+    walk.bits = BAD_PARAMETER;
   }
-  sequence.finish(accepted, next, bits, false, shared, &repeats);
+  sequence.finish(walk, false, shared, &repeats);
   if (is_sample && sequence.simdgroup == 0) {
     sequence.write_row_stats(stats0);
   }

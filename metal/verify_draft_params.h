@@ -51,6 +51,9 @@ enum VerifyDraftBuffer : int {
   BUF_NUM_ACCEPTED,
   BUF_STATUS,
   BUF_LOGPROBS,
+  // float2 [B, K + 1, row_blocks]. Rule::Coupled: the best score in a block and its id (bits);
+  // Rule::Typical: sums of w * -log(w) and of w.
+  BUF_DIGESTS,
   BUF_STATS, // four buffers: accept_prob, overlap, target_entropy, draft_entropy
   BUF_ROW_STATS = BUF_STATS, // `sample` has no draft, so no statistics of one
 };
@@ -73,6 +76,11 @@ enum VerifyDraftConstant : int {
   FC_STATS,
   FC_IS_SAMPLE,
 };
+
+// Coupled and typical acceptance look at the target alone.
+inline bool reads_draft(Rule rule) {
+  return rule != Rule::Coupled && rule != Rule::Typical;
+}
 
 enum LogitsDtype : int { DTYPE_FLOAT32, DTYPE_FLOAT16, DTYPE_BFLOAT16 };
 

@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 import oracle
 import pytest
-from exactspec import Sampling, sample
+from exactspec import Cascade, Sampling, Typical, sample
 from metal_sim import simulator
 
 FILTERS = {
@@ -19,6 +19,13 @@ FILTERS = {
     "temperature_last": Sampling(0.6, top_k=50, top_p=0.9, min_p=0.01, order="temperature_last"),
 }
 DRAFTS = ("dense", "stats", "vocab", "sparse", "one-hot")
+RULES = {
+    "token": "token",
+    "block": "block",
+    "coupled": "coupled",
+    "typical": Typical(),
+    "cascade": Cascade(0.05),
+}
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 # Variant, threads of a threadgroup, order of execution. The first is what the others must equal.
 SPREADS = [
@@ -37,9 +44,11 @@ def _no_reports():
     simulator.check()
 
 
-def problem(batch, num_slots, vocab_size, kind, sampling, dtype=mx.float32, rejected=None):
+def problem(
+    batch, num_slots, vocab_size, kind, sampling, dtype=mx.float32, rejected=None, rule="token"
+):
     """Arguments of verify_draft for a draft that follows the target closely. With ``rejected`` the
-    drafts before that slot are accepted and its own is not."""
+    drafts before that slot are accepted and its own is not (which no cascade promises)."""
     keys = mx.random.split(mx.random.key(vocab_size + num_slots), 5)
     shape = (batch, num_slots, vocab_size)
     target = (2 * mx.random.normal((batch, num_slots + 1, vocab_size), key=keys[0])).astype(dtype)
@@ -53,10 +62,21 @@ def problem(batch, num_slots, vocab_size, kind, sampling, dtype=mx.float32, reje
     uniforms = mx.random.uniform(shape=(batch, num_slots + 2), key=keys[3])
     if rejected is not None:
         uniforms[:, :rejected] = 0.0
-        uniforms[:, rejected] = 0.9999
+        uniforms[:, rejected:num_slots] = 0.9999
         overrated = mx.argmax(logits[:, rejected] - target[:, rejected], axis=-1)
         tokens[:, rejected] = overrated.astype(mx.int32)
-    arguments = {"sampling": sampling, "uniforms": uniforms, "logprobs": "raw"}
+    arguments = {"sampling": sampling, "logprobs": "raw", "rule": RULES[rule]}
+    if rule == "coupled":
+        noise = {"keys": mx.random.split(keys[3], batch), "positions": mx.arange(batch) * 100}
+        arguments |= noise
+        for i in range(num_slots if rejected is None else rejected):
+            position = noise["positions"] + i
+            choice = sample(target[:, i], sampling, rule=rule, **noise | {"positions": position})
+            tokens[:, i] = choice.tokens
+    else:
+        arguments["uniforms"] = uniforms
+    if rule == "typical" and rejected is not None:
+        tokens[:, :rejected] = mx.argmax(target[:, :rejected], axis=-1).astype(mx.int32)
     if kind in ("dense", "stats", "vocab"):
         arguments["draft_logits"] = logits
     if kind == "stats":
@@ -93,6 +113,24 @@ def assert_same_bits(first, second):
 def test_same_bits_however_it_is_spread(kind, name):
     dtype = DTYPES[(len(kind) + len(name)) % 3]
     arguments = problem(2, 3, 5003, kind, FILTERS[name], dtype)
+    first = run(*arguments, SPREADS[0])
+    for spread in SPREADS[1:]:
+        assert_same_bits(first, run(*arguments, spread))
+
+
+@pytest.mark.parametrize("name", ["temperature", "sequential"])
+@pytest.mark.parametrize("rule, kind", [
+    *(("block", kind) for kind in DRAFTS),
+    ("coupled", "dense"),
+    ("coupled", "one-hot"),
+    ("typical", "sparse"),
+    ("typical", "stats"),
+    ("cascade", "vocab"),
+    ("cascade", "sparse"),
+])  # fmt: skip
+def test_rules_have_the_same_bits_however_a_call_is_spread(rule, kind, name):
+    dtype = DTYPES[(len(kind) + len(name)) % 3]
+    arguments = problem(2, 3, 5003, kind, FILTERS[name], dtype, rule=rule)
     first = run(*arguments, SPREADS[0])
     for spread in SPREADS[1:]:
         assert_same_bits(first, run(*arguments, spread))
@@ -222,37 +260,53 @@ def check_cut(logits, ids, sampling, stats):
     np.testing.assert_allclose(log_norm, np.log(tempered[:kept].sum()), rtol=1e-5, atol=1e-5)
 
 
-# At the first rejection the row pair is read again: 2 rows of 9 at K = 4. Filters read the blocks
-# that can hold kept ids once more; a nucleus alone, which has more candidates than fit on chip, twice.
+# At the first rejection the row pair is read again: 2 rows of 9 at K = 4; the block rule reads all pairs
+# again, or those from the end to the accepted prefix. Filters read the blocks that can hold kept ids
+# once more, and so do the coupled and typical rules then; a nucleus alone, which has more candidates
+# than fit on chip, twice.
 LIMITS = [
-    # filter, draft, dtype, variant, dispatches, bytes of logits over compulsory ones
-    ("temperature", "dense", mx.float32, "split", 3, 1.25),
-    ("temperature", "one-hot", mx.float32, "split", 2, 1.02),
-    ("temperature", "sparse", mx.bfloat16, "split", 2, 1.03),
-    ("temperature", "dense", mx.bfloat16, "sequence", 1, 1.35),
-    ("temperature", "one-hot", mx.float32, "sequence", 1, 1.02),
-    ("both", "dense", mx.float32, "split", 4, 1.5),
-    ("both", "one-hot", mx.bfloat16, "split", 3, 1.5),
-    ("top_k", "dense", mx.bfloat16, "sequence", 1, 1.5),
-    ("top_p", "dense", mx.float32, "split", 4, 3.25),
-    ("top_p", "dense", mx.bfloat16, "split", 4, 3.25),
+    # rule, filter, draft, dtype, variant, dispatches, bytes of logits over compulsory ones
+    ("token", "temperature", "dense", mx.float32, "split", 3, 1.25),
+    ("token", "temperature", "one-hot", mx.float32, "split", 2, 1.02),
+    ("token", "temperature", "sparse", mx.bfloat16, "split", 2, 1.03),
+    ("token", "temperature", "dense", mx.bfloat16, "sequence", 1, 1.35),
+    ("token", "temperature", "one-hot", mx.float32, "sequence", 1, 1.02),
+    ("token", "both", "dense", mx.float32, "split", 4, 1.5),
+    ("token", "both", "one-hot", mx.bfloat16, "split", 3, 1.5),
+    ("token", "top_k", "dense", mx.bfloat16, "sequence", 1, 1.5),
+    ("token", "top_p", "dense", mx.float32, "split", 4, 3.25),
+    ("token", "top_p", "dense", mx.bfloat16, "split", 4, 3.25),
+    ("block", "temperature", "dense", mx.float32, "split", 3, 1.9),
+    ("block", "temperature", "dense", mx.float32, "sequence", 1, 1.5),
+    ("block", "temperature", "one-hot", mx.float32, "split", 2, 1.02),
+    ("block", "temperature", "sparse", mx.bfloat16, "split", 2, 1.05),
+    ("block", "both", "dense", mx.bfloat16, "split", 4, 1.9),
+    ("coupled", "temperature", "dense", mx.float32, "split", 2, 1.01),
+    ("coupled", "both", "one-hot", mx.bfloat16, "split", 3, 1.7),
+    ("coupled", "temperature", "one-hot", mx.float32, "sequence", 1, 1.01),
+    ("typical", "temperature", "dense", mx.float32, "split", 2, 1.02),
+    ("typical", "both", "one-hot", mx.float32, "split", 3, 1.7),
 ]
 
 
-@pytest.mark.parametrize("name, kind, dtype, variant, dispatches, limit", LIMITS)
-def test_dispatches_and_device_bytes(name, kind, dtype, variant, dispatches, limit, figure):
-    """Rows that must be read: all in the split variant, those up to the rejection in the other."""
+@pytest.mark.parametrize("rule, name, kind, dtype, variant, dispatches, limit", LIMITS)
+def test_dispatches_and_device_bytes(
+    rule, name, kind, dtype, variant, dispatches, limit, figure
+):
+    """Rows that must be read: all in the split variant and by the block rule, else those up to the
+    rejection; a draft's only where the rule looks at them."""
     num_slots, vocab_size = 4, 152064
     target, tokens, arguments = problem(
-        1, num_slots, vocab_size, kind, FILTERS[name], dtype, rejected=2
+        1, num_slots, vocab_size, kind, FILTERS[name], dtype, rejected=2, rule=rule
     )
     del arguments["logprobs"]
     _, num_accepted, *_ = run(target, tokens, arguments, (variant, 0, "forward"), shadow=False)
     (call,) = simulator.take_calls()
     assert num_accepted.item() == 2
-    reached = num_slots if variant == "split" else min(num_accepted.item() + 1, num_slots)
-    target_rows = num_slots + 1 if variant == "split" else num_accepted.item() + 1
-    rows = target_rows + (reached if kind == "dense" else 0)
+    all_rows = variant == "split" or rule == "block"
+    reached = num_slots if all_rows else num_accepted.item() + 1
+    rows = num_slots + 1 if all_rows else reached
+    rows += reached if kind == "dense" and rule not in ("coupled", "typical") else 0
     compulsory = rows * vocab_size * dtype.size
     logits = {"input 0", "input 3"} if kind == "dense" else {"input 0"}
     read = sum(b["read"] for b in call["buffers"] if b["name"] in logits)
@@ -262,3 +316,19 @@ def test_dispatches_and_device_bytes(name, kind, dtype, variant, dispatches, lim
     assert len(call["dispatches"]) == dispatches
     assert read <= limit * compulsory
     assert others + written <= 0.05 * compulsory
+
+
+@pytest.mark.parametrize("name, dispatches, limit", [("temperature", 2, 1.01), ("both", 3, 1.7)])
+def test_coupled_sample_reads_its_row_once(name, dispatches, limit, figure):
+    vocab_size = 152064
+    logits = 2 * mx.random.normal((1, vocab_size), key=mx.random.key(1))
+    noise = {"keys": mx.random.key(2)[None], "positions": mx.array([7])}
+    with simulator.options(variant="split", shadow=False):
+        token = simulator.sample(logits, FILTERS[name], rule="coupled", **noise).tokens
+        mx.eval(token)
+    (call,) = simulator.take_calls()
+    assert token.item() == sample(logits, FILTERS[name], rule="coupled", **noise).tokens.item()
+    read = sum(b["read"] for b in call["buffers"] if b["name"] == "input 0")
+    figure("logits read over compulsory", read / logits.nbytes)
+    assert len(call["dispatches"]) == dispatches
+    assert read <= limit * logits.nbytes

@@ -10,7 +10,7 @@ import exactspec
 import mlx.core as mx
 import numpy as np
 import pytest
-from exactspec import Sampling
+from exactspec import Sampling, Typical
 
 if not sys.platform.startswith("linux"):
     pytest.skip("the simulator runs on Linux", allow_module_level=True)
@@ -134,6 +134,8 @@ def _calls() -> list[dict]:
     uniforms = mx.array([[0.01, 0.99, 0.5, 0.5], [0.99, 0.01, 0.3, 0.9]])
     dense = dict(target_logits=target, draft_tokens=tokens, draft_logits=draft, uniforms=uniforms)
     onehot = dict(target_logits=target, draft_tokens=tokens, uniforms=uniforms)
+    coupled = dict(target_logits=target, draft_tokens=tokens, rule="coupled")
+    coupled |= dict(keys=mx.array([[1, 2], [3, 4]], mx.uint32), positions=mx.array([5, 60]))
     vocab = mx.array(rng.permutation(VOCAB).astype(np.int32))
     small_tokens = mx.argmax(draft[..., :VOCAB], -1)
     mapped = dict(
@@ -160,6 +162,11 @@ def _calls() -> list[dict]:
             onehot, sampling=Sampling(0.7, top_p=0.8, order="temperature_last"), logprobs="filtered"
         ),
         dict(onehot, sampling=Sampling(top_k=2)),
+        dict(dense, rule="block"),
+        dict(repeated, rule="block"),
+        dict(onehot, rule=Typical(), sampling=Sampling(top_k=20)),
+        coupled,
+        dict(coupled, sampling=Sampling(top_p=0.9)),
     ]
 
 

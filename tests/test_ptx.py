@@ -22,10 +22,11 @@ FLOAT32, FLOAT16, BFLOAT16 = range(3)
 ONE_HOT, SPARSE, DENSE = range(3)
 RAW, FILTERED = 1, 2
 TEMPERATURE_LAST, SEQUENTIAL = 1, 2
+BLOCK, COUPLED, TYPICAL, CASCADE = range(1, 5)
 
 OFF = dict.fromkeys(
-    "target_dtype draft_dtype draft_kind target_order draft_order logprobs_kind keyed has_lengths "
-    "has_vocab has_draft_stats has_bitmask target_filtered draft_filtered with_stats "
+    "target_dtype draft_dtype draft_kind target_order draft_order rule logprobs_kind keyed "
+    "has_lengths has_vocab has_draft_stats has_bitmask target_filtered draft_filtered with_stats "
     "is_sample".split(),
     0,
 )
@@ -52,6 +53,11 @@ SETTINGS = {
         {"draft_kind": DENSE, "has_vocab": 1, "draft_dtype": BFLOAT16, "has_draft_stats": 1},
         (*SPLIT, "residual"),
     ),
+    "block": ({"draft_kind": DENSE, "rule": BLOCK, "has_bitmask": 1}, (*SPLIT, "residual")),
+    "block sparse": ({"draft_kind": SPARSE, "rule": BLOCK, "target_filtered": 1}, (*SPLIT, "rows")),
+    "cascade": ({"draft_kind": SPARSE, "rule": CASCADE, "target_dtype": BFLOAT16}, SPLIT),
+    "coupled": ({"rule": COUPLED, "keyed": 1, "target_filtered": 1}, (*SPLIT, "rows")),
+    "typical": ({"rule": TYPICAL, "target_filtered": 1}, (*SPLIT, "rows")),
     "stats": ({"draft_kind": DENSE, "has_vocab": 1, "with_stats": 1}, ("stats",)),
     "stats sparse": ({"draft_kind": SPARSE, "with_stats": 1}, ("stats",)),
     "sample": (

@@ -221,8 +221,8 @@ def stream_generate(
         max_tokens: the most tokens to generate, at least 1.
         stop_tokens: ids that end the text. Default: the tokenizer's end-of-sequence tokens.
         seed: the same seed, model, prompt, drafter and options give the same text, except with an
-            ``Adaptive`` drafter under a rule other than ``"coupled"``. Default: drawn from the global state, which ``mx.random.seed``
-            sets.
+            ``Adaptive`` drafter under a rule other than ``"coupled"``. Default: drawn from the
+            global state, which ``mx.random.seed`` sets.
         logprobs: ``"raw"`` (log-softmax of the logits) or ``"filtered"`` (after ``sampling``) to
             have the log-probability of each token.
         prompt_cache: a cache as from ``mlx_lm.models.cache.make_prompt_cache``, holding the text
