@@ -223,8 +223,9 @@ void prepare_metal(mx::Stream stream, const MetalCall& call) {
     auto kernel = get_kernel(stream, name, constants);
     if (kernel->threadExecutionWidth() != LANES || kernel->maxTotalThreadsPerThreadgroup() < LANES) {
       throw std::runtime_error(
-          "[exactspec] stream: expected a GPU with simdgroups of 32 threads, got " +
-          std::to_string(kernel->threadExecutionWidth()));
+          "[exactspec] stream: expected a GPU with simdgroups of 32 threads and at least one in a "
+          "threadgroup, got " + std::to_string(kernel->threadExecutionWidth()) + " and " +
+          std::to_string(kernel->maxTotalThreadsPerThreadgroup()) + " threads");
     }
   }
 }

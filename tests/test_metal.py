@@ -120,6 +120,28 @@ def test_rows_that_cannot_be_read_wide_have_the_same_bits(dtype):
     assert_same_bits(first, run(padded(target), tokens, arguments, SPREADS[2]))
 
 
+@pytest.mark.parametrize(
+    "limits, got",
+    [
+        ({"thread_execution_width": 64}, "64 and 1024 threads"),
+        ({"max_threads_per_threadgroup": 31}, "32 and 31 threads"),
+    ],
+    ids=("width", "threads"),
+)
+def test_a_gpu_without_the_expected_simdgroups_is_an_error(limits, got):
+    logits = mx.zeros((1, 5))
+    with simulator.options(**limits):
+        for result in (
+            simulator.sample(logits, uniforms=mx.zeros((1, 2))).tokens,
+            simulator.verify_draft(
+                logits[None], mx.zeros((1, 0), mx.int32), uniforms=mx.zeros((1, 2))
+            ).tokens,
+        ):
+            with pytest.raises(RuntimeError, match=rf"simdgroups of 32 threads .* got {got}"):
+                mx.eval(result)
+    assert simulator.take_calls() == []
+
+
 def spike(size, value, rest=0.0):
     row = np.full(size, rest, np.float32)
     row[size // 2] = value
@@ -142,8 +164,8 @@ ROWS = {
     "powers": np.float32(2) ** (np.arange(4099) % 250 - 125).astype(np.float32),
     "one finite": spike(4099, -5.0, -np.inf),
     "few finite": np.where(np.arange(4099) % 700 == 3, normal(4099, 2), np.float32(-np.inf)),
-    "as many as fit on chip": np.where(np.arange(4099) % 8 == 3, np.float32(2), np.float32(-np.inf)),
-    "one more": np.where(np.arange(4104) % 8 == 3, np.float32(2), np.float32(-np.inf)),
+    "512 finite": np.where(np.arange(4099) % 8 == 3, np.float32(2), np.float32(-np.inf)),
+    "513 finite": np.where(np.arange(4104) % 8 == 3, np.float32(2), np.float32(-np.inf)),
     "near zero": normal(4099, 1e-6),
     "far from zero": np.float32(1e4) + normal(4099, 1),
     "one id": spike(1, 3.0),
@@ -221,7 +243,7 @@ def check_cut(logits, ids, sampling, stats):
 
 
 # At the first rejection the row pair is read again: 2 rows of 9 at K = 4. Filters read the blocks
-# that can hold kept ids once more; a nucleus alone, which has more candidates than fit on chip, twice.
+# that can hold kept ids once more; a nucleus alone has more candidates than fit on chip: twice.
 LIMITS = [
     # filter, draft, dtype, variant, dispatches, bytes of logits over compulsory ones
     ("temperature", "dense", mx.float32, "split", 3, 1.25),
