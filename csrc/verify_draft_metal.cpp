@@ -255,7 +255,7 @@ void encode_metal(mx::Stream stream, MetalCall& call) {
   VerifyDraftParams params = make_params(call, g);
   int regions = call.options.stats ? g.batch * g.num_slots : g.batch;
   mx::array scattered =
-      call.options.has_vocab ? scratch(encoder, {regions, 2, params.vocab_size}) : dummy;
+      call.options.has_vocab ? scratch(encoder, {regions, params.vocab_size}) : dummy;
 
   Constants constants(call);
   for (const auto& name : kernels_of(stream, call, g)) {

@@ -42,7 +42,7 @@ enum VerifyDraftBuffer : int {
   BUF_PARTIALS, // float4 [B, 2K + 1, row_blocks]: max, sum, raw max, raw sum of a block
   BUF_ROWS, // float4 [B, 2K + 1]: max, log norm, cutoff, cutoff id (bits) of a filtered row
   BUF_MASS, // float [B, 2K + 1, row_blocks]: a sum per block
-  BUF_SCATTERED, // float [B, 2, V], with statistics [B, K, 2, V]: a mapped draft by target id
+  BUF_SCATTERED, // float [B, V], with statistics [B, K, V]: a mapped draft by target id
   BUF_TOKENS,
   BUF_NUM_ACCEPTED,
   BUF_STATUS,
