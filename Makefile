@@ -17,7 +17,7 @@ mac-check: $(VENV)/installed
 	$(BIN)/python tests/mac_check/check.py
 
 # Sources of the extension: a change rebuilds it.
-SOURCES = pyproject.toml CMakeLists.txt $(wildcard csrc/* metal/*)
+SOURCES = pyproject.toml CMakeLists.txt $(wildcard cmake/* csrc/* metal/*)
 
 $(VENV)/installed: $(SOURCES)
 	@echo "Setting up $(VENV) and building the extension: a minute or two, most of it downloads."

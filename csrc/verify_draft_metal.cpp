@@ -229,8 +229,9 @@ void prepare_metal(mx::Stream stream, const MetalCall& call) {
     auto kernel = get_kernel(stream, name, constants);
     if (kernel->threadExecutionWidth() != LANES || kernel->maxTotalThreadsPerThreadgroup() < LANES) {
       throw std::runtime_error(
-          "[exactspec] stream: expected a GPU with simdgroups of 32 threads, got " +
-          std::to_string(kernel->threadExecutionWidth()));
+          "[exactspec] stream: expected a GPU with simdgroups of 32 threads and at least one in a "
+          "threadgroup, got " + std::to_string(kernel->threadExecutionWidth()) + " and " +
+          std::to_string(kernel->maxTotalThreadsPerThreadgroup()) + " threads");
     }
   }
 }
@@ -260,7 +261,7 @@ void encode_metal(mx::Stream stream, MetalCall& call) {
   bool by_block = call.options.rule.kind == Rule::Block;
   int regions = call.options.stats || by_block ? g.batch * g.num_slots : g.batch;
   mx::array scattered =
-      call.options.has_vocab ? scratch(encoder, {regions, 2, params.vocab_size}) : dummy;
+      call.options.has_vocab ? scratch(encoder, {regions, params.vocab_size}) : dummy;
 
   bool has_digests = !reads_draft(call.options.rule.kind);
   mx::array digests =

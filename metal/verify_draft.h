@@ -173,11 +173,10 @@ struct Sequence {
   device float2* digests(int i) const {
     return in.digests + (int64_t(b) * (K + 1) + i) * in.params->row_blocks;
   }
-  // One region a sequence, or one a slot when every slot's statistics or residual are wanted. Each holds
-  // V probabilities, then V columns.
+  // One region a sequence, or one a slot when every slot's statistics or residual are wanted.
   int64_t scattered_at(int slot) const {
     bool per_slot = with_stats || rule == int(Rule::Block);
-    return (per_slot ? int64_t(b) * K + slot : int64_t(b)) * in.params->vocab_size * 2;
+    return (per_slot ? int64_t(b) * K + slot : int64_t(b)) * in.params->vocab_size;
   }
   // Rule::Block: the weight of the first `count` > 0 drafts, kept where the filters of a draft's row had
   // their scratch.
@@ -570,16 +569,14 @@ struct Sequence {
     return 0;
   }
 
-  // Step 5, dense drafts with a vocabulary map: probabilities of ids [first, last) by target id. The
-  // lowest column of an id writes it; columns that repeat an id add to it in column order.
+  // Step 5, dense drafts with a vocabulary map: probabilities of ids [first, last) by target id. A word
+  // holds the lowest column of its id before it holds the probability.
   void scatter(int slot, Distribution draft, int first, int last, threadgroup atomic_uint* repeats) const {
     Row source = draft_row(slot);
     int width = in.params->draft_width;
-    device float* out = in.scattered + scattered_at(slot);
-    device atomic_uint* owner = (device atomic_uint*)(out + in.params->vocab_size);
+    device atomic_uint* words = (device atomic_uint*)(in.scattered + scattered_at(slot));
     for (int id = first + int(tid); id < last; id += num_threads) {
-      out[id] = 0;
-      atomic_store_explicit(&owner[id], ~0u, memory_order_relaxed);
+      atomic_store_explicit(&words[id], ~0u, memory_order_relaxed);
     }
     if (tid == 0) {
       atomic_store_explicit(repeats, 0u, memory_order_relaxed);
@@ -588,28 +585,30 @@ struct Sequence {
     for (int c = tid; c < width; c += num_threads) {
       int id = column_id(c);
       if (id >= first && id < last) {
-        atomic_fetch_min_explicit(&owner[id], uint(c), memory_order_relaxed);
+        atomic_fetch_min_explicit(&words[id], uint(c), memory_order_relaxed);
       }
     }
     threadgroup_barrier(mem_flags::mem_device);
     for (int c = tid; c < width; c += num_threads) {
       int id = column_id(c);
-      if (id >= first && id < last) {
-        if (atomic_load_explicit(&owner[id], memory_order_relaxed) == uint(c)) {
-          out[id] = draft.prob(source.logit(c), c);
-        } else {
-          atomic_fetch_max_explicit(repeats, 1u, memory_order_relaxed);
-        }
+      if (id >= first && id < last && atomic_load_explicit(&words[id], memory_order_relaxed) != uint(c)) {
+        atomic_fetch_max_explicit(repeats, 1u, memory_order_relaxed);
       }
     }
     threadgroup_barrier(mem_flags::mem_device | mem_flags::mem_threadgroup);
-    if (tid == 0 && atomic_load_explicit(repeats, memory_order_relaxed) != 0) {
-      for (int c = 0; c < width; ++c) {
-        int id = column_id(c);
-        if (id >= first && id < last &&
-            atomic_load_explicit(&owner[id], memory_order_relaxed) != uint(c)) {
-          out[id] += draft.prob(source.logit(c), c);
-        }
+    bool repeated = atomic_load_explicit(repeats, memory_order_relaxed) != 0;
+    for (int id = first + int(tid); id < last; id += num_threads) {
+      int c = int(atomic_load_explicit(&words[id], memory_order_relaxed));
+      float prob = repeated || c < 0 ? 0.0f : draft.prob(source.logit(c), c);
+      atomic_store_explicit(&words[id], as_type<uint>(prob), memory_order_relaxed);
+    }
+    // Columns that repeat an id add up in column order, by the thread that owns the id.
+    for (int c = 0; repeated && c < width; ++c) {
+      int id = column_id(c);
+      if (id >= first && id < last && uint(id - first) % num_threads == tid) {
+        float sum = as_type<float>(atomic_load_explicit(&words[id], memory_order_relaxed));
+        sum += draft.prob(source.logit(c), c);
+        atomic_store_explicit(&words[id], as_type<uint>(sum), memory_order_relaxed);
       }
     }
     threadgroup_barrier(mem_flags::mem_device);

@@ -46,7 +46,7 @@ enum VerifyDraftBuffer : int {
   // and cutoff id (bits) of a filtered row.
   BUF_PARTIALS,
   BUF_MASS, // float [B, 2K + 1, row_blocks]: a sum per block
-  BUF_SCATTERED, // float [B, 2, V], with statistics [B, K, 2, V]: a mapped draft by target id
+  BUF_SCATTERED, // float [B, V], with statistics [B, K, V]: a mapped draft by target id
   BUF_TOKENS,
   BUF_NUM_ACCEPTED,
   BUF_STATUS,

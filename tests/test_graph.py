@@ -293,6 +293,15 @@ def test_vmap_over_batches(backend):
     check_vmap(lambda **x: backend.verify_draft(**x, sampling=SAMPLING), stacked, {})
 
 
+@pytest.mark.parametrize("name", ["target_logits", "draft_tokens", "keys"])
+def test_vmap_over_some_inputs_of_batches(backend, name):
+    """The others have the batch axis alone, and so no single stride for both axes."""
+    given = inputs()
+    mapped = {name: mx.stack([given[name], inputs(1)[name]])}
+    del given[name]
+    check_vmap(lambda **x: backend.verify_draft(**x, sampling=SAMPLING), mapped, given)
+
+
 def test_vmap_over_other_axes(backend):
     given = inputs()
     moved = mx.moveaxis(given["target_logits"], 0, 2)

@@ -79,13 +79,23 @@ NB_MODULE(_metal_sim, m) {
       "compiler"_a);
   m.def(
       "set_options",
-      [](int order, uint64_t seed, bool shadow, uint32_t max_threads_per_threadgroup) {
-        set_options({static_cast<Order>(order), seed, shadow, max_threads_per_threadgroup});
+      [](int order,
+         uint64_t seed,
+         bool shadow,
+         uint32_t max_threads_per_threadgroup,
+         uint32_t thread_execution_width) {
+        set_options(
+            {static_cast<Order>(order),
+             seed,
+             shadow,
+             max_threads_per_threadgroup,
+             thread_execution_width});
       },
       "order"_a,
       "seed"_a,
       "shadow"_a,
-      "max_threads_per_threadgroup"_a);
+      "max_threads_per_threadgroup"_a,
+      "thread_execution_width"_a);
   m.def(
       "set_tuning",
       [](int variant, int max_threads) {

@@ -324,7 +324,7 @@ NS::UInteger ComputePipelineState::maxTotalThreadsPerThreadgroup() const {
 }
 
 NS::UInteger ComputePipelineState::threadExecutionWidth() const {
-  return 32;
+  return metal_sim::options().thread_execution_width;
 }
 
 } // namespace MTL

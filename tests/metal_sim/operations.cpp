@@ -1,4 +1,5 @@
-// The operations' primitives, evaluated by their Metal code in the simulator.
+// The operations' primitives, evaluated by their Metal code in the simulator. Their streams are CPU
+// streams, so `prepare`, which a GPU stream calls when an operation is built, is called here.
 #include "host.h"
 #include "sample.h"
 #include "verify_draft.h"
@@ -7,6 +8,7 @@
 namespace exactspec {
 
 void VerifyDraft::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) {
+  prepare(inputs, outputs);
   metal_sim::evaluate(name(), stream(), inputs, outputs, [&] { eval_gpu(inputs, outputs); });
 }
 
@@ -15,6 +17,7 @@ void VerifyTree::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::
 }
 
 void Sample::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) {
+  prepare(inputs, outputs);
   metal_sim::evaluate(name(), stream(), inputs, outputs, [&] { eval_gpu(inputs, outputs); });
 }
 

@@ -69,6 +69,7 @@ struct Options {
   // Shadow memory: races and reads of unwritten memory. Bounds are checked always.
   bool shadow = true;
   uint32_t max_threads_per_threadgroup = 1024;
+  uint32_t thread_execution_width = 32; // what pipelines report; kernels run in simdgroups of 32
 };
 
 struct Report {

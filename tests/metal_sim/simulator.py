@@ -112,6 +112,7 @@ def options(
     seed: int = 0,
     shadow: bool = True,
     max_threads_per_threadgroup: int = 1024,
+    thread_execution_width: int = 32,
     variant: str = "auto",
     max_threads: int = 0,
 ) -> Iterator[None]:
@@ -122,16 +123,19 @@ def options(
         seed: of the random order.
         shadow: check for races and reads of unwritten memory. Bounds are checked always.
         max_threads_per_threadgroup: of every pipeline.
+        thread_execution_width: what every pipeline reports; simdgroups have 32 threads anyway.
         variant: of the operations: ``"sequence"`` or ``"split"``; ``"auto"`` leaves the choice.
         max_threads: per threadgroup of the operations; 0 leaves the choice.
     """
     controls = _controls()
-    controls.set_options(ORDERS.index(order), seed, shadow, max_threads_per_threadgroup)
+    controls.set_options(
+        ORDERS.index(order), seed, shadow, max_threads_per_threadgroup, thread_execution_width
+    )
     controls.set_tuning(VARIANTS.index(variant), max_threads)
     try:
         yield
     finally:
-        controls.set_options(0, 0, True, 1024)
+        controls.set_options(0, 0, True, 1024, 32)
         controls.set_tuning(0, 0)
 
 
