@@ -166,7 +166,7 @@ MUTANTS = [
         VERIFY,
         "auto mass = residual_mass(i, weight[i]);",
         "auto mass = residual_mass(i - 1, weight[i]);",
-        (case("block-middle-prefix"), replay("block"), stratified_block("two-ids-3")),
+        (case("block-middle-prefix"), replay("block")),
     ),
     Mutant(
         "block: coin of the slot behind",
