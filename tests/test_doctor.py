@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 def test_passes_here():
     result = CliRunner().invoke(app, ["doctor"])
     assert result.exit_code == 0, result.output
-    assert "FAILED" not in result.output and "cases with known results: 34 of 34" in result.output
+    assert "FAILED" not in result.output and "cases with known results: 47 of 47" in result.output
     for name in ("exactspec", "mlx", "mlx-lm", "python", "system", "device", "blas"):
         assert name in result.output
 
