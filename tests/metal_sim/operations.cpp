@@ -12,10 +12,6 @@ void VerifyDraft::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx:
   metal_sim::evaluate(name(), stream(), inputs, outputs, [&] { eval_gpu(inputs, outputs); });
 }
 
-void VerifyTree::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) {
-  metal_sim::evaluate(name(), stream(), inputs, outputs, [&] { eval_gpu(inputs, outputs); });
-}
-
 void Sample::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) {
   prepare(inputs, outputs);
   metal_sim::evaluate(name(), stream(), inputs, outputs, [&] { eval_gpu(inputs, outputs); });
