@@ -1,36 +1,67 @@
-// Loops over one DRAW_BLOCK of float32 values: all arithmetic of a row happens here.
+// Loops over one DRAW_BLOCK of float32 values: all arithmetic of a row happens here. They are compiled
+// once per instruction set, and the best one that the machine has is chosen when the library is loaded.
 #pragma once
 
 #include <cstdint>
 
 namespace exactspec {
 
-// Largest value, or -inf for an empty block; `bad` is set when a value is NaN or +inf.
-float block_max(const float* x, int n, bool* bad);
+// How logits become weights: exp((x - max) / temperature) where x is kept, else 0. Kept: x > cutoff, or
+// x == cutoff at an index up to `last`. A weight below 2**-126 is 0.
+struct Weighting {
+  float max;
+  float temperature;
+  float cutoff;
+  int last;
+};
 
-// w[j] = exp((x[j] - max) / temperature) where x[j] is kept, else 0. Kept: x[j] > cutoff, or
-// x[j] == cutoff and j <= last. Below 2**-126 a weight is 0.
-void block_weights(
-    const float* x, int n, float max, float temperature, float cutoff, int last, float* w);
+struct BlockOps {
+  const char* name; // of the instruction set
 
-// w[j] = max(w[j] * scale - draft[j], 0): the unnormalised residual of a scaled target.
-void block_residual(float* w, float scale, const float* draft, int n);
+  // Largest value, or -inf for an empty block; `bad` is set when a value is NaN or +inf.
+  float (*max)(const float* x, int n, bool* bad);
 
-// w[j] *= scale
-void block_scale(float* w, float scale, int n);
+  void (*weights)(const float* x, int n, const Weighting& by, float* w);
 
-// Standard Gumbel noise G = -log(e) of ids [first, first + n), first even: r is word `id & 1` of
-// threefry2x32(key, (position, id >> 1)), x = r * 2**-32 + 2**-33 and e = -log1p(-x) is exponential.
-// So a tail has the full 32 bits, and no rounding of x to 1 lets an id win by an infinite score.
-void block_gumbel(uint32_t key0, uint32_t key1, uint32_t position, int first, int n, float* g);
+  // Sum of the weights, which have the same bits as those of `weights`.
+  double (*weight_sum)(const float* x, int n, const Weighting& by);
 
-// Sums in a fixed order: 16 float32 lanes over 256 values, the rest in double.
-double block_sum(const float* w, int n);
+  // out[j] = max(scale * weight(x[j]) - draft[j], 0), the unnormalised residual of a scaled target.
+  // Returns the sum; `out` may be null.
+  double (*residual)(
+      const float* x, int n, const Weighting& by, float scale, const float* draft, float* out);
 
-// sum of min(a[j], b[j])
-double block_overlap(const float* a, const float* b, int n);
+  // The same where the draft is scale_y * weight(y[j]).
+  double (*residual_of_logits)(
+      const float* x,
+      const Weighting& by_x,
+      float scale_x,
+      const float* y,
+      const Weighting& by_y,
+      float scale_y,
+      int n,
+      float* out);
 
-void widen_float16(const uint16_t* x, int n, float* out);
-void widen_bfloat16(const uint16_t* x, int n, float* out);
+  // w[j] *= scale
+  void (*scale)(float* w, float scale, int n);
+
+  // Sums in a fixed order: 16 float32 lanes over 256 values, the rest in double.
+  double (*sum)(const float* w, int n);
+
+  // sum of min(a[j], b[j])
+  double (*overlap)(const float* a, const float* b, int n);
+
+  // Standard Gumbel noise G = -log(e) of ids [first, first + n), first even: r is word `id & 1` of
+  // threefry2x32(key, (position, id >> 1)), x = r * 2**-32 + 2**-33 and e = -log1p(-x) is
+  // exponential. So a tail has the full 32 bits, and no rounding of x to 1 lets an id win by an
+  // infinite score.
+  void (*gumbel)(uint32_t key0, uint32_t key1, uint32_t position, int first, int n, float* g);
+
+  void (*widen_float16)(const uint16_t* x, int n, float* out);
+  void (*widen_bfloat16)(const uint16_t* x, int n, float* out);
+};
+
+// Of this machine. EXACTSPEC_ISA=portable (or avx2) in the environment asks for less, for tests.
+extern const BlockOps& block_ops;
 
 } // namespace exactspec

@@ -1,0 +1,2 @@
+#define EXACTSPEC_ISA avx512
+#include "block_ops_impl.h"

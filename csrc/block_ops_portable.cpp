@@ -1,0 +1,2 @@
+#define EXACTSPEC_ISA portable
+#include "block_ops_impl.h"
