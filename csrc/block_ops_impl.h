@@ -1,5 +1,5 @@
-// The loops of block_ops.h for one instruction set, in vectors of 16 floats that the compiler maps to
-// what the machine has. Every instruction set does the same operations in the same order; only those
+// The loops of block_ops.h for one instruction set, in vectors of its width that the compiler maps to
+// instructions. Every instruction set does the same operations and sums in the same order; only those
 // without a fused multiply-add round the exponent otherwise. No templates or inline functions of the
 // standard library: the linker may keep one instruction set's copy of such a function for all.
 
@@ -16,13 +16,23 @@ namespace exactspec::EXACTSPEC_ISA {
 
 namespace {
 
-constexpr int kLanes = 16;
+#if defined(__AVX512F__)
+constexpr int kWidth = 16;
+#define COUNTING 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15
+#elif defined(__AVX2__)
+constexpr int kWidth = 8;
+#define COUNTING 0, 1, 2, 3, 4, 5, 6, 7
+#else
+constexpr int kWidth = 4;
+#define COUNTING 0, 1, 2, 3
+#endif
+constexpr int kLanes = 16; // of a sum, whatever the width
+constexpr int kParts = kLanes / kWidth;
 constexpr int kChunk = 256; // float32 partial sums stay short, so their error stays below 1e-6
 constexpr float kInf = __builtin_inff();
 
-typedef float Floats __attribute__((vector_size(4 * kLanes)));
-typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
-typedef double Doubles __attribute__((vector_size(8 * kLanes)));
+typedef float Floats __attribute__((vector_size(4 * kWidth)));
+typedef int32_t Ints __attribute__((vector_size(4 * kWidth)));
 
 #define INLINE inline __attribute__((always_inline))
 
@@ -33,29 +43,13 @@ INLINE Floats fma(Floats a, Floats b, Floats c) {
 }
 #elif defined(__FMA__)
 #define HAS_FMA 1
-union Parts {
-  Floats whole;
-  __m256 part[2];
-};
 INLINE Floats fma(Floats a, Floats b, Floats c) {
-  Parts x{a}, y{b}, z{c};
-  for (int i = 0; i < 2; ++i) {
-    z.part[i] = _mm256_fmadd_ps(x.part[i], y.part[i], z.part[i]);
-  }
-  return z.whole;
+  return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
 }
 #elif defined(__ARM_FEATURE_FMA)
 #define HAS_FMA 1
-union Parts {
-  Floats whole;
-  float32x4_t part[4];
-};
 INLINE Floats fma(Floats a, Floats b, Floats c) {
-  Parts x{a}, y{b}, z{c};
-  for (int i = 0; i < 4; ++i) {
-    z.part[i] = vfmaq_f32(z.part[i], x.part[i], y.part[i]);
-  }
-  return z.whole;
+  return (Floats)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 }
 #else
 #define HAS_FMA 0
@@ -70,51 +64,72 @@ INLINE Floats load(const float* x) {
   return v;
 }
 
-INLINE void store(Floats v, float* out) {
-  __builtin_memcpy(out, &v, sizeof(v));
+INLINE int least(int a, int b) {
+  return a < b ? a : b;
 }
 
-// The first n < 16 values, and -inf behind them.
-INLINE Floats load_some(const float* x, int n) {
+// The first n values, up to a vector of them; -inf behind them.
+INLINE Floats load(const float* x, int n) {
+  if (n >= kWidth) {
+    return load(x);
+  }
   Floats v = Floats{} - kInf;
-  __builtin_memcpy(&v, x, sizeof(float) * n);
+  if (n > 0) {
+    __builtin_memcpy(&v, x, sizeof(float) * n);
+  }
   return v;
 }
 
-INLINE void store_some(Floats v, float* out, int n) {
-  __builtin_memcpy(out, &v, sizeof(float) * n);
-}
-
-INLINE int least(int a, int b) {
-  return a < b ? a : b;
+INLINE void store(Floats v, float* out, int n) {
+  if (n >= kWidth) {
+    __builtin_memcpy(out, &v, sizeof(v));
+  } else if (n > 0) {
+    __builtin_memcpy(out, &v, sizeof(float) * n);
+  }
 }
 
 INLINE Floats positive(Floats v) {
   return v > 0.0f ? v : Floats{};
 }
 
-// A sum in a fixed order: 16 float32 lanes over 256 values, the rest in double.
-struct Sum {
-  INLINE void add(Floats v) {
-    lanes += v;
-    if (++count == kChunk / kLanes) {
-      total += __builtin_convertvector(lanes, Doubles);
-      lanes = Floats{};
-      count = 0;
-    }
+// Calls step(i, count) for vectors of values from i on, `count` of them left.
+template <typename Step>
+INLINE void for_each_vector(int n, Step step) {
+  int i = 0;
+  for (; i + kWidth <= n; i += kWidth) {
+    step(i, kWidth);
   }
-  INLINE double value() const {
-    Doubles all = total + __builtin_convertvector(lanes, Doubles);
-    double sum = 0;
+  if (i < n) {
+    step(i, n - i);
+  }
+}
+
+// Sum of value(i, count) in a fixed order: 16 float32 lanes over 256 values, the rest in double.
+template <typename Value>
+INLINE double sum_of(int n, Value value) {
+  double total[kLanes] = {};
+  for (int start = 0; start < n; start += kChunk) {
+    Floats lanes[kParts] = {};
+    int end = least(start + kChunk, n);
+    int i = start;
+    for (; i + kLanes <= end; i += kLanes) {
+      for (int part = 0; part < kParts; ++part) {
+        lanes[part] += value(i + part * kWidth, kWidth);
+      }
+    }
+    for (int part = 0; part < kParts && i < end; ++part, i += kWidth) {
+      lanes[part] += value(i, least(end - i, kWidth));
+    }
     for (int j = 0; j < kLanes; ++j) {
-      sum += all[j];
+      total[j] += static_cast<double>(lanes[j / kWidth][j % kWidth]);
     }
-    return sum;
   }
-  Floats lanes{};
-  Doubles total{};
-  int count = 0;
-};
+  double sum = 0;
+  for (int j = 0; j < kLanes; ++j) {
+    sum += total[j];
+  }
+  return sum;
+}
 
 // exp((x - max) / temperature) as 2**t, t = (x - max) * (log2(e) / temperature).
 struct Weights {
@@ -155,7 +170,7 @@ struct Weights {
 
   // The same where x is kept; `first` is the index of its first lane.
   INLINE Floats kept(Floats x, int first) const {
-    Ints index = Ints{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + first;
+    Ints index = Ints{COUNTING} + first;
     Ints keep = (x > cutoff) | ((x == cutoff) & (index <= last));
     return keep ? (*this)(x) : Floats{};
   }
@@ -167,19 +182,13 @@ struct Weights {
 float block_max(const float* x, int n, bool* bad) {
   Floats lane = Floats{} - kInf;
   Ints odd{};
-  int i = 0;
-  for (; i + kLanes <= n; i += kLanes) {
-    Floats v = load(x + i);
+  for_each_vector(n, [&](int i, int count) __attribute__((always_inline)) {
+    Floats v = load(x + i, count);
     lane = v > lane ? v : lane;
     odd |= v != v;
-  }
-  if (i < n) {
-    Floats v = load_some(x + i, n - i);
-    lane = v > lane ? v : lane;
-    odd |= v != v;
-  }
+  });
   float max = -kInf;
-  for (int j = 0; j < kLanes; ++j) {
+  for (int j = 0; j < kWidth; ++j) {
     max = lane[j] > max ? lane[j] : max;
     *bad |= odd[j] != 0;
   }
@@ -189,49 +198,43 @@ float block_max(const float* x, int n, bool* bad) {
 
 void block_weights(const float* x, int n, const Weighting& by, float* w) {
   Weights weights(by);
-  int i = 0;
-  for (; i + kLanes <= n; i += kLanes) {
-    store(weights.kept(load(x + i), i), w + i);
-  }
-  if (i < n) {
-    store_some(weights.kept(load_some(x + i, n - i), i), w + i, n - i);
-  }
+  for_each_vector(n, [&](int i, int count) __attribute__((always_inline)) {
+    store(weights.kept(load(x + i, count), i), w + i, count);
+  });
 }
 
 double block_weight_sum(const float* x, int n, const Weighting& by) {
   Weights weights(by);
-  Sum sum;
-  int i = 0;
   if (by.cutoff == -kInf) { // everything is kept, since the weight of -inf is 0
-    for (; i + kLanes <= n; i += kLanes) {
-      sum.add(weights(load(x + i)));
+    return sum_of(n, [&](int i, int count) __attribute__((always_inline)) {
+      return weights(load(x + i, count));
+    });
+  }
+  return sum_of(n, [&](int i, int count) __attribute__((always_inline)) {
+    return weights.kept(load(x + i, count), i);
+  });
+}
+
+template <typename Draft>
+INLINE double residual(
+    const float* x, int n, const Weighting& by, float scale, Draft draft, float* out) {
+  Weights weights(by);
+  return sum_of(n, [&](int i, int count) __attribute__((always_inline)) {
+    Floats target = weights.kept(load(x + i, count), i) * scale;
+    Floats left = positive(target - draft(i, count));
+    if (out != nullptr) {
+      store(left, out + i, count);
     }
-  }
-  for (; i + kLanes <= n; i += kLanes) {
-    sum.add(weights.kept(load(x + i), i));
-  }
-  if (i < n) {
-    sum.add(weights.kept(load_some(x + i, n - i), i));
-  }
-  return sum.value();
+    return left;
+  });
 }
 
 double block_residual(
     const float* x, int n, const Weighting& by, float scale, const float* draft, float* out) {
-  Weights weights(by);
-  Sum sum;
-  for (int i = 0; i < n; i += kLanes) {
-    int some = least(kLanes, n - i);
-    bool all = some == kLanes;
-    Floats target = weights.kept(all ? load(x + i) : load_some(x + i, some), i) * scale;
-    Floats left = positive(target - (all ? load(draft + i) : load_some(draft + i, some)));
-    left = all ? left : target > 0.0f ? left : Floats{}; // behind the end the draft is -inf
-    sum.add(left);
-    if (out != nullptr) {
-      store_some(left, out + i, some);
-    }
-  }
-  return sum.value();
+  return residual(x, n, by, scale, [&](int i, int count) __attribute__((always_inline)) {
+    Floats d = load(draft + i, count);
+    return d > 0.0f ? d : Floats{}; // -inf behind the end
+  }, out);
 }
 
 double block_residual_of_logits(
@@ -243,20 +246,10 @@ double block_residual_of_logits(
     float scale_y,
     int n,
     float* out) {
-  Weights target(by_x), draft(by_y);
-  Sum sum;
-  for (int i = 0; i < n; i += kLanes) {
-    int some = least(kLanes, n - i);
-    bool all = some == kLanes;
-    Floats t = target.kept(all ? load(x + i) : load_some(x + i, some), i) * scale_x;
-    Floats d = draft.kept(all ? load(y + i) : load_some(y + i, some), i) * scale_y;
-    Floats left = positive(t - d);
-    sum.add(left);
-    if (out != nullptr) {
-      store_some(left, out + i, some);
-    }
-  }
-  return sum.value();
+  Weights weights(by_y);
+  return residual(x, n, by_x, scale_x, [&](int i, int count) __attribute__((always_inline)) {
+    return weights.kept(load(y + i, count), i) * scale_y;
+  }, out);
 }
 
 void block_scale(float* w, float scale, int n) {
@@ -266,29 +259,17 @@ void block_scale(float* w, float scale, int n) {
 }
 
 double block_sum(const float* w, int n) {
-  Sum sum;
-  int i = 0;
-  for (; i + kLanes <= n; i += kLanes) {
-    sum.add(load(w + i));
-  }
-  for (Floats rest{}; i < n;) {
-    __builtin_memcpy(&rest, w + i, sizeof(float) * (n - i));
-    sum.add(rest);
-    i = n;
-  }
-  return sum.value();
+  return sum_of(n, [&](int i, int count) __attribute__((always_inline)) {
+    Floats v = load(w + i, count);
+    return count < kWidth ? positive(v) : v; // -inf behind the end
+  });
 }
 
 double block_overlap(const float* a, const float* b, int n) {
-  Sum sum;
-  for (int i = 0; i < n; i += kLanes) {
-    Floats v{}, w{};
-    int some = least(kLanes, n - i);
-    __builtin_memcpy(&v, a + i, sizeof(float) * some);
-    __builtin_memcpy(&w, b + i, sizeof(float) * some);
-    sum.add(v < w ? v : w);
-  }
-  return sum.value();
+  return sum_of(n, [&](int i, int count) __attribute__((always_inline)) {
+    Floats v = load(a + i, count), w = load(b + i, count);
+    return positive(v < w ? v : w); // -inf behind the end
+  });
 }
 
 // log(y) for a normal y > 0, within 2 ulp away from 1: 2 artanh(s) of the mantissa in [0.7, 1.4).
@@ -308,34 +289,29 @@ INLINE Floats gumbel_of(Floats word) {
   Floats x = word * 0x1p-32f + 0x1p-33f;
   x = x < largest ? x : Floats{} + largest;
   // Near 0 log(1 - x) would lose the low bits of x: six terms of its series are within 1e-8.
-  Floats series = x / 6.0f;
-  for (float term : {5.0f, 4.0f, 3.0f, 2.0f}) {
-    series = x * (1.0f / term + series);
-  }
-  series = x * (1.0f + series);
+  Floats series =
+      x * (1.0f + x * (1.0f / 2 + x * (1.0f / 3 + x * (1.0f / 4 + x * (1.0f / 5 + x / 6.0f)))));
   Floats e = x < 0x1p-4f ? series : -log_positive(1.0f - x);
   return -log_positive(e);
 }
 
 void block_gumbel(uint32_t key0, uint32_t key1, uint32_t position, int first, int n, float* g) {
-  for (int start = 0; start < n; start += 2 * kLanes) {
-    uint32_t words[2][kLanes];
-    for (int j = 0; j < kLanes; ++j) {
-      threefry2x32(key0, key1, position, uint32_t(first + start) / 2 + uint32_t(j), &words[0][j],
-                   &words[1][j]);
+  for (int start = 0; start < n; start += 2 * kWidth) {
+    float word[2 * kWidth];
+    for (int j = 0; j < kWidth; ++j) {
+      uint32_t pair = static_cast<uint32_t>(first + start) / 2 + static_cast<uint32_t>(j);
+      RandomWords words = threefry2x32(key0, key1, position, pair);
+      word[j] = static_cast<float>(words.first);
+      word[kWidth + j] = static_cast<float>(words.second);
     }
-    float noise[2 * kLanes];
-    for (int half = 0; half < 2; ++half) {
-      Floats word;
-      for (int j = 0; j < kLanes; ++j) {
-        word[j] = static_cast<float>(words[half][j]);
-      }
-      Floats value = gumbel_of(word);
-      for (int j = 0; j < kLanes; ++j) {
-        noise[2 * j + half] = value[j];
-      }
+    Floats even = gumbel_of(load(word)), odd = gumbel_of(load(word + kWidth));
+    float noise[2 * kWidth];
+    for (int j = 0; j < kWidth; ++j) {
+      noise[2 * j] = even[j];
+      noise[2 * j + 1] = odd[j];
     }
-    __builtin_memcpy(g + start, noise, sizeof(float) * least(2 * kLanes, n - start));
+    int count = least(2 * kWidth, n - start);
+    __builtin_memcpy(g + start, noise, sizeof(float) * count);
   }
 }
 

@@ -1,7 +1,5 @@
 #include "draft_row_cpu.h"
 
-#include "block_ops.h"
-
 namespace exactspec {
 
 namespace {
@@ -77,7 +75,7 @@ void DraftRow::load(int first, int n, float* out) const {
     float x[DRAW_BLOCK];
     row_->load(first, inside, x);
     dist_.weights(x, first, inside, out);
-    block_scale(out, dist_.scale(), inside);
+    block_ops.scale(out, dist_.scale(), inside);
     std::fill(out + inside, out + n, 0.0f);
     return;
   }
@@ -92,6 +90,35 @@ void DraftRow::load(int first, int n, float* out) const {
   for (; from != entries().end() && from->id < first + n; ++from) {
     out[from->id - first] += entry_prob(*from);
   }
+}
+
+double DraftRow::residual(
+    const Row& target_row,
+    const Distribution& target,
+    float scale,
+    float taken,
+    int first,
+    int n,
+    float* out) const {
+  float target_buffer[DRAW_BLOCK], draft_buffer[DRAW_BLOCK];
+  const float* x = target_row.block(first, n, target_buffer);
+  bool by_column = views_.kind == DraftKind::Dense && !views_.has_vocab;
+  if (by_column && first + n <= row_->size) {
+    return block_ops.residual_of_logits(
+        x,
+        target.weighting(first),
+        scale,
+        row_->block(first, n, draft_buffer),
+        dist_.weighting(first),
+        taken * dist_.scale(),
+        n,
+        out);
+  }
+  load(first, n, draft_buffer);
+  if (taken != 1) {
+    block_ops.scale(draft_buffer, taken, n);
+  }
+  return block_ops.residual(x, n, target.weighting(first), scale, draft_buffer, out);
 }
 
 double DraftRow::mass_without(const std::vector<int>& ids) const {
@@ -129,7 +156,7 @@ double DraftRow::mass_without(const std::vector<int>& ids) const {
         w[column - first] = 0;
       }
     }
-    sum += block_sum(w, n);
+    sum += block_ops.sum(w, n);
   }
   return sum * dist_.scale();
 }

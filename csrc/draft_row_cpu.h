@@ -43,6 +43,17 @@ class DraftRow {
   // Probabilities of ids [first, first + n) into out.
   void load(int first, int n, float* out) const;
 
+  // Of ids [first, first + n): max(scale * target - taken * draft, 0), the target unnormalised. Returns
+  // the sum; `out` may be null.
+  double residual(
+      const Row& target_row,
+      const Distribution& target,
+      float scale,
+      float taken,
+      int first,
+      int n,
+      float* out) const;
+
   // Of everything the draft can produce but the given ids: exactly 0 where nothing else is likely.
   double mass_without(const std::vector<int>& ids) const;
 

@@ -1,15 +1,17 @@
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
-#include <utility>
 
 #include "law.h"
 
 namespace exactspec {
 
 // Threefry-2x32 with 20 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011).
-inline std::pair<uint32_t, uint32_t>
+// Not shared between files, which are compiled for several instruction sets.
+struct RandomWords {
+  uint32_t first, second;
+};
+static inline RandomWords
 threefry2x32(uint32_t key0, uint32_t key1, uint32_t x0, uint32_t x1) {
   constexpr int rotation[8] = {13, 15, 26, 6, 17, 29, 16, 24};
   const uint32_t key[3] = {key0, key1, 0x1BD11BDA ^ key0 ^ key1};
@@ -30,11 +32,12 @@ threefry2x32(uint32_t key0, uint32_t key1, uint32_t x0, uint32_t x1) {
 }
 
 // Word i of mx.random.uniform(shape=(NOISE_WORDS,), key=key), bit for bit.
-inline float keyed_uniform(uint32_t key0, uint32_t key1, int i) {
+static inline float keyed_uniform(uint32_t key0, uint32_t key1, int i) {
   constexpr int half = NOISE_WORDS / 2;
   auto words = threefry2x32(key0, key1, i % half, i % half + half);
   auto bits = static_cast<float>(i < half ? words.first : words.second);
-  return std::min(bits * 0x1p-32f, 0x1.fffffep-1f);
+  float uniform = bits * 0x1p-32f;
+  return uniform < 0x1.fffffep-1f ? uniform : 0x1.fffffep-1f;
 }
 
 } // namespace exactspec

@@ -3,7 +3,6 @@
 #include <bit>
 #include <stdexcept>
 
-#include "block_ops.h"
 #include "threads.h"
 
 namespace exactspec {
@@ -52,17 +51,17 @@ BlockSums sum_blocks(const Row& row, float temperature, Cutoff cutoff, const Blo
     }
     int first = block * DRAW_BLOCK;
     int n = row.block_size(block);
-    float x[DRAW_BLOCK], w[DRAW_BLOCK];
+    float buffer[DRAW_BLOCK];
     bool odd = false;
-    row.load(first, n, x);
-    float max = block_max(x, n, &odd);
+    const float* x = row.block(first, n, buffer);
+    float max = block_ops.max(x, n, &odd);
     bad[block] = odd;
     if (odd || max == -kInf) {
       return;
     }
-    block_weights(x, n, max, temperature, cutoff.logit, cutoff.id - first, w);
     sums.max[block] = max;
-    sums.mass[block] = block_sum(w, n);
+    sums.mass[block] =
+        block_ops.weight_sum(x, n, {max, temperature, cutoff.logit, cutoff.id - first});
   });
   sums.finite = std::find(bad.begin(), bad.end(), 1) == bad.end();
   return sums;
@@ -239,7 +238,8 @@ void Row::load(int first, int n, float* out) const {
       }
       bits = packed;
     }
-    dtype == mx::float16 ? widen_float16(bits, n, out) : widen_bfloat16(bits, n, out);
+    auto widen = dtype == mx::float16 ? block_ops.widen_float16 : block_ops.widen_bfloat16;
+    widen(bits, n, out);
   }
   if (mask) {
     for (int j = 0; j < n; ++j) {
@@ -270,10 +270,6 @@ RowSampling::RowSampling(const SamplingViews& views, Order order_, int b)
 
 bool RowSampling::valid() const {
   return temperature >= 0 && temperature < kInf && !std::isnan(top_p) && !std::isnan(min_p);
-}
-
-void Distribution::weights(const float* logits, int first, int n, float* out) const {
-  block_weights(logits, n, max, temperature, cutoff, cutoff_id - first, out);
 }
 
 float Distribution::prob(float logit, int id) const {
@@ -343,9 +339,9 @@ int coupled_choice(
     }
     int first = block * DRAW_BLOCK;
     int n = row.block_size(block);
-    float x[DRAW_BLOCK], g[DRAW_BLOCK];
-    row.load(first, n, x);
-    block_gumbel(key.first, key.second, position, first, n, g);
+    float buffer[DRAW_BLOCK], g[DRAW_BLOCK];
+    const float* x = row.block(first, n, buffer);
+    block_ops.gumbel(key.first, key.second, position, first, n, g);
     for (int j = 0; j < n; ++j) {
       float score = (x[j] - dist.max) / dist.temperature + g[j];
       if (dist.keeps(x[j], first + j) && score > best[block].score) {

@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "block_ops.h"
 #include "law.h"
 #include "mlx/dtype.h"
 #include "sampling_inputs.h"
@@ -30,6 +31,14 @@ struct Row {
 
   // Widens ids [first, first + n) to float32; masked ids become -inf.
   void load(int first, int n, float* out) const;
+  // The same in place where the row is float32 already; else in `buffer`.
+  const float* block(int first, int n, float* buffer) const {
+    if (dtype == mx::float32 && stride == 1 && mask == nullptr) {
+      return reinterpret_cast<const float*>(data) + first;
+    }
+    load(first, n, buffer);
+    return buffer;
+  }
   float logit(int id) const;
 };
 
@@ -78,8 +87,12 @@ struct Distribution {
     return logit > cutoff || (logit == cutoff && id <= cutoff_id);
   }
   float scale() const { return static_cast<float>(1 / std::exp(static_cast<double>(log_norm))); }
+  // How the logits of ids from `first` on become weights.
+  Weighting weighting(int first) const { return {max, temperature, cutoff, cutoff_id - first}; }
   // Unnormalised weights of ids [first, first + n), from their logits.
-  void weights(const float* logits, int first, int n, float* out) const;
+  void weights(const float* logits, int first, int n, float* out) const {
+    block_ops.weights(logits, n, weighting(first), out);
+  }
   float prob(float logit, int id) const;
   float logprob(float logit) const { return (logit - max) / temperature - log_norm; }
 };

@@ -3,7 +3,6 @@
 #include <numeric>
 #include <optional>
 
-#include "block_ops.h"
 #include "draft_row_cpu.h"
 #include "mlx/allocator.h"
 #include "mlx/backend/cpu/encoder.h"
@@ -245,14 +244,11 @@ class Sequence {
     return draw(target_row(i), target(i), u);
   }
 
-  // Unnormalised max(factor * target - draft, 0) of ids [first, first + n).
-  void load_residual(int slot, double factor, int first, int n, float* out) {
-    float x[DRAW_BLOCK];
+  // max(factor * target - draft, 0) of ids [first, first + n), and its sum; `out` may be null.
+  double load_residual(int slot, double factor, int first, int n, float* out) {
     const Distribution& dist = target(slot).dist;
-    target_row(slot).load(first, n, x);
-    dist.weights(x, first, n, out);
-    draft(slot).load(first, n, x);
-    block_residual(out, static_cast<float>(factor * dist.scale()), x, n);
+    auto scale = static_cast<float>(factor * dist.scale());
+    return draft(slot).residual(target_row(slot), dist, scale, 1, first, n, out);
   }
 
   std::vector<double> residual_mass(int slot, double factor) {
@@ -262,10 +258,8 @@ class Sequence {
     draft(slot); // made here, then only read by the threads below
     for_each_block(row, [&](int block) {
       if (target_mass[block] > 0) {
-        float r[DRAW_BLOCK];
-        int n = row.block_size(block);
-        load_residual(slot, factor, block * DRAW_BLOCK, n, r);
-        mass[block] = block_sum(r, n);
+        int first = block * DRAW_BLOCK;
+        mass[block] = load_residual(slot, factor, first, row.block_size(block), nullptr);
       }
     });
     return mass;
@@ -327,9 +321,9 @@ class Sequence {
       float x[DRAW_BLOCK], w[DRAW_BLOCK];
       row.load(first, n, x);
       summary.dist.weights(x, first, n, w);
-      block_scale(w, summary.dist.scale(), n);
+      block_ops.scale(w, summary.dist.scale(), n);
       draft_row.load(first, n, x);
-      partial[block] = block_overlap(w, x, n);
+      partial[block] = block_ops.overlap(w, x, n);
     });
     return static_cast<float>(std::accumulate(partial.begin(), partial.end(), 0.0));
   }

@@ -5,7 +5,6 @@
 #include <numeric>
 #include <optional>
 
-#include "block_ops.h"
 #include "draft_row_cpu.h"
 #include "mlx/allocator.h"
 #include "mlx/backend/cpu/encoder.h"
@@ -140,17 +139,15 @@ class Branch {
 
   // What is left of ids [first, first + n), unnormalised.
   void load(int first, int n, float* out) const {
-    float x[DRAW_BLOCK];
     const Distribution& dist = target_.dist;
-    row_.load(first, n, x);
-    dist.weights(x, first, n, out);
     if (taken_ > 0) {
       constexpr double max = std::numeric_limits<float>::max();
-      draft_->load(first, n, x);
-      block_scale(x, static_cast<float>(std::min(taken_, max)), n);
-      block_residual(out, dist.scale(), x, n);
+      auto taken = static_cast<float>(std::min(taken_, max));
+      draft_->residual(row_, dist, dist.scale(), taken, first, n, out);
     } else {
-      block_scale(out, dist.scale(), n);
+      float buffer[DRAW_BLOCK];
+      dist.weights(row_.block(first, n, buffer), first, n, out);
+      block_ops.scale(out, dist.scale(), n);
     }
     for (const Fixed& fixed : fixed_) {
       if (fixed.id >= first && fixed.id < first + n) {
@@ -178,7 +175,7 @@ class Branch {
         float w[DRAW_BLOCK];
         int n = row_.block_size(block);
         load(block * DRAW_BLOCK, n, w);
-        mass[block] = block_sum(w, n);
+        mass[block] = block_ops.sum(w, n);
       }
     });
     return mass;
