@@ -279,7 +279,7 @@ INLINE Floats log_positive(Floats y) {
   Floats m = (Floats)(bits - (k << 23));
   Floats s = (m - 1.0f) / (m + 1.0f);
   Floats s2 = s * s;
-  Floats poly = s2 * (s2 * (s2 * (s2 / 9.0f + 1.0f / 7) + 1.0f / 5) + 1.0f / 3);
+  Floats poly = s2 * (s2 * (s2 * (s2 * (1.0f / 9) + 1.0f / 7) + 1.0f / 5) + 1.0f / 3);
   return __builtin_convertvector(k, Floats) * 0x1.62e430p-1f + (2.0f * s + 2.0f * s * poly);
 }
 
@@ -290,7 +290,7 @@ INLINE Floats gumbel_of(Floats word) {
   x = x < largest ? x : Floats{} + largest;
   // Near 0 log(1 - x) would lose the low bits of x: six terms of its series are within 1e-8.
   Floats series =
-      x * (1.0f + x * (1.0f / 2 + x * (1.0f / 3 + x * (1.0f / 4 + x * (1.0f / 5 + x / 6.0f)))));
+      x * (1.0f + x * (1.0f / 2 + x * (1.0f / 3 + x * (1.0f / 4 + x * (1.0f / 5 + x * (1.0f / 6))))));
   Floats e = x < 0x1p-4f ? series : -log_positive(1.0f - x);
   return -log_positive(e);
 }

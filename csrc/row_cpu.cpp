@@ -74,7 +74,7 @@ double rescale(BlockSums& sums, float max, float temperature) {
     if (sums.mass[i] > 0) {
       // Where even the largest weight counts as 0 there is none to draw.
       float largest;
-      block_weights(&sums.max[i], 1, max, temperature, -kInf, 0, &largest);
+      block_ops.weights(&sums.max[i], 1, {max, temperature, -kInf, 0}, &largest);
       double factor = std::exp(static_cast<double>((sums.max[i] - max) / temperature));
       sums.mass[i] *= largest > 0 ? factor : 0;
       total += sums.mass[i];

@@ -13,6 +13,7 @@ import numpy as np
 import oracle
 import pytest
 from exactspec import Cascade, Sampling, Typical, reference
+from instruction_sets import FLAGS, runs_here
 from test_exactness import SAMPLED_BACKENDS, chi_square
 from test_verify_draft import assert_same_bits, logs
 from tolerances import CHI_SQUARE_P, NOISE, TIE
@@ -320,21 +321,36 @@ def special_words() -> np.ndarray:
     return np.concatenate(words).astype(np.uint32)
 
 
-def extension_gumbel(folder: Path):
+SOURCE = """
+#define EXACTSPEC_ISA portable
+#include "block_ops_impl.h"
+extern "C" void noise_of(const uint32_t* words, int n, float* out) {
+  using namespace exactspec::portable;
+  for (int i = 0; i < n; i += kWidth) {
+    float word[kWidth] = {}, noise[kWidth];
+    int count = least(kWidth, n - i);
+    for (int j = 0; j < count; ++j) word[j] = static_cast<float>(words[i + j]);
+    store(gumbel_of(load(word)), noise, kWidth);
+    __builtin_memcpy(out + i, noise, sizeof(float) * count);
+  }
+}
+"""
+
+
+def extension_gumbel(folder: Path, instruction_set: str):
     """The function of the CPU code, which is private to its file, built as the extension is."""
     source = folder / "gumbel.cpp"
-    source.write_text(
-        '#include "block_ops.cpp"\n'
-        'extern "C" void gumbel_of(const uint32_t* words, int n, float* out) {\n'
-        "  for (int i = 0; i < n; ++i) out[i] = exactspec::gumbel(words[i]);\n"
-        "}\n"
-    )
+    source.write_text(SOURCE)
     compiler = shutil.which("c++")
-    flags = "-std=c++20 -O3 -ffp-contract=off -fno-math-errno -fno-trapping-math -shared -fPIC"
+    flags = "-std=c++20 -O3 -Wno-psabi -ffp-contract=off -fno-math-errno -fno-trapping-math"
     include = [f"-I{ROOT / name}" for name in ("csrc", "metal")]
     library = folder / "gumbel.so"
-    subprocess.run([compiler, *flags.split(), *include, source, "-o", library], check=True)
-    function = ctypes.CDLL(str(library)).gumbel_of
+    vectors = FLAGS[instruction_set]
+    subprocess.run(
+        [compiler, *flags.split(), *vectors, "-shared", "-fPIC", *include, source, "-o", library],
+        check=True,
+    )
+    function = ctypes.CDLL(str(library)).noise_of
 
     def gumbel(words: np.ndarray) -> np.ndarray:
         out = np.empty(len(words), np.float32)
@@ -345,11 +361,13 @@ def extension_gumbel(folder: Path):
     return gumbel
 
 
-@pytest.mark.parametrize("name", ["cpu", "reference"])
+@pytest.mark.parametrize("name", [*FLAGS, "reference"])
 def test_gumbel_of_words(figure, tmp_path, name):
     """Millions of words, all the delicate ones among them: finite, and as exact as a float32 is."""
-    if name == "cpu":
-        gumbel = extension_gumbel(tmp_path)
+    if name in FLAGS:
+        if not runs_here(name):
+            pytest.skip(f"this processor has no {name}")
+        gumbel = extension_gumbel(tmp_path, name)
     else:
         gumbel = lambda words: np.array(reference.gumbel(mx.array(words)))  # noqa: E731
     rng = np.random.default_rng(0)

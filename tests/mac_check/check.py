@@ -51,7 +51,8 @@ def fetch_wheels(build: Path) -> Path:
 def sources() -> list[Path]:
     """Every source of the extension on macOS, and nanobind's own."""
     nanobind_source = Path(nanobind.source_dir()) / "nb_combined.cpp"
-    return [*sorted((ROOT / "csrc").glob("*.cpp")), nanobind_source]
+    own = [path for path in (ROOT / "csrc").glob("*.cpp") if "_avx" not in path.name]
+    return [*sorted(own), nanobind_source]
 
 
 def embed_shader(build: Path) -> None:
