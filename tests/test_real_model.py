@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from exactspec import Sampling
-from exactspec.drafters import DraftModel, PromptLookup
+from exactspec.drafters import Adaptive, DraftModel, DraftTree, PromptLookup
 from exactspec.generate import generate
 from exactspec.models import load_default_model
 from toy_models import NEAR_TIE, first_difference_gap
@@ -38,9 +38,15 @@ def test_greedy_text_is_that_of_plain_decoding(default_model, figure, name):
     options = {"sampling": Sampling(temperature=0), "max_tokens": 40}
     plain = generate(model, tokenizer, prompt, **options)
     # The model drafting for itself is right nearly always, so that whole drafts are accepted.
-    for drafter in (PromptLookup(), DraftModel(model, tokenizer, 2)):
+    drafters = [
+        PromptLookup(),
+        DraftModel(model, tokenizer, 2),
+        PromptLookup(num_branches=3),
+        DraftTree(model, tokenizer, (2, 1)),
+    ]
+    for drafter in drafters:
         result = generate(model, tokenizer, prompt, drafter=drafter, **options)
-        kind = type(drafter).__name__
+        kind = type(drafter).__name__ + (" tree" if drafter is drafters[2] else "")
         figure(f"{kind} tokens per cycle", result.statistics.tokens_per_cycle)
         gap = first_difference_gap(model, prompt, plain.tokens, result.tokens)
         if gap is None:
@@ -48,10 +54,49 @@ def test_greedy_text_is_that_of_plain_decoding(default_model, figure, name):
         else:
             figure(f"{kind} gap of the two best logits at the first difference", gap)
             assert gap < NEAR_TIE
-        if isinstance(drafter, DraftModel):
+        if isinstance(drafter, (DraftModel, DraftTree)):
             assert result.statistics.acceptance_rate > 0.9
         elif name == "copy":
             assert result.statistics.tokens_per_cycle > 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(PROMPTS))
+def test_coupled_text_does_not_depend_on_the_drafter(default_model, figure, name):
+    """The same key gives the same text, bit for bit, plain or with whatever drafter."""
+    model, tokenizer = default_model
+    prompt = encode(tokenizer, PROMPTS[name])
+    seed, temperature = 11, 0.7
+    options = {
+        "sampling": Sampling(temperature, top_p=0.95),
+        "rule": "coupled",
+        "seed": seed,
+        "max_tokens": 40,
+        "stop_tokens": (),
+    }
+    plain = generate(model, tokenizer, prompt, **options)
+    drafters = [
+        *(PromptLookup(count, min_ngram=1) for count in (1, 4, 9)),
+        Adaptive(PromptLookup(6)),
+        *(DraftModel(model, tokenizer, count) for count in (1, 3)),
+        DraftModel(model, tokenizer, 2, sampling=Sampling(temperature=0)),
+    ]
+    differences = 0
+    for drafter in drafters:
+        result = generate(model, tokenizer, prompt, drafter=drafter, **options)
+        gap = first_difference_gap(
+            *(model, prompt, plain.tokens, result.tokens),
+            temperature=temperature,
+            coupled_seed=seed,
+        )
+        if gap is not None:
+            differences += 1
+            figure("gap of the two best scores at the first difference", gap)
+            assert gap < NEAR_TIE
+        if isinstance(drafter, DraftModel) and drafter.sampling is None:
+            # The same model by the same noise: every draft is the target's choice.
+            assert result.statistics.acceptance_rate > 0.9
+    figure(f"texts of {len(drafters)} that part from plain decoding", differences)
 
 
 @pytest.mark.slow

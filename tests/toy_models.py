@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import mlx.core as mx
+import numpy as np
+import oracle
 from mlx.utils import tree_map
 from mlx_lm.models.cache import KVCache
 from mlx_lm.models.llama import Model, ModelArgs
@@ -86,16 +88,29 @@ def toy_tokenizer(vocab_size: int = 32) -> TokenizerWrapper:
 NEAR_TIE = 1e-3
 
 
-def first_difference_gap(model, prompt: list[int], plain: list[int], other: list[int]):
-    """Where two greedy texts part, how far apart the target's two best logits are there.
+def first_difference_gap(
+    model,
+    prompt: list[int],
+    plain: list[int],
+    other: list[int],
+    *,
+    temperature: float = 1.0,
+    coupled_seed: int | None = None,
+):
+    """Where two texts part that should be the same, how far apart the two best scores are there.
 
     A forward over several tokens may round a logit differently than one over a single token;
-    only such a near tie excuses a difference. None if the texts are the same.
+    only such a near tie excuses a difference. The scores are logits, and under the coupled rule
+    ``logit / temperature`` plus noise. None if the texts are the same.
     """
     if plain == other:
         return None
     same = next((i for i, (a, b) in enumerate(zip(plain, other)) if a != b), None)
     assert same is not None, "one text is the beginning of the other"
     logits = model(mx.array([prompt + plain[:same]]))[0, -1].astype(mx.float32)
-    best = mx.sort(logits)[-2:]
-    return (best[1] - best[0]).item()
+    scores = np.array(logits, np.float64) / temperature
+    if coupled_seed is not None:
+        key = np.array(mx.random.key(coupled_seed))
+        scores += oracle.gumbel(key, len(prompt) + same, len(scores))
+    best = np.sort(scores)[-2:]
+    return float(best[1] - best[0])
