@@ -156,21 +156,35 @@ struct Distribution {
   }
 };
 
-// Chunk c of a block, where c is not a constant.
-inline void take_chunk(const thread float* x, int c, thread float* out) {
-  UNROLLED(i, HELD) {
-    out[i % READS] = i < READS || i / READS == c ? x[i] : out[i % READS];
+// Chunks of a block one after the other, c not being a constant: of a block held in registers.
+struct HeldBlock {
+  const thread float* x;
+
+  void take(int c, thread float* out) const {
+    UNROLLED(i, HELD) {
+      out[i % READS] = i < READS || i / READS == c ? x[i] : out[i % READS];
+    }
   }
-}
+};
+
+// The same of one that is read as it is needed, where holding it would cost too many registers.
+struct ReadBlock {
+  Row row;
+  int block;
+  ushort lane;
+
+  void take(int c, thread float* out) const { row.load(held_id(block, c, lane), true, out); }
+};
 
 // What the entropy needs of a block: sums of w * -log(w), and of the weights w.
-inline float2 entropy_sums(const thread float* x, Distribution dist, int block, ushort lane) {
+template <typename Chunks>
+inline float2 entropy_sums(Chunks chunks, Distribution dist, int block, ushort lane) {
   float2 sums = float2(0);
   ROLLED(c, CHUNKS) {
     float y[READS];
     float w[READS];
     float v[READS];
-    take_chunk(x, c, y);
+    chunks.take(c, y);
     UNROLLED(j, READS) {
       float below = (dist.max - y[j]) / dist.temperature; // -log of a weight
       w[j] = dist.keeps(y[j], held_id(block, c, lane) + j) ? exp(-below) : 0.0f;
@@ -182,13 +196,14 @@ inline float2 entropy_sums(const thread float* x, Distribution dist, int block, 
 }
 
 // The largest (logit - max) / temperature + noise among the kept ids of a block, and the id's bits.
-inline float2 coupled_best(const thread float* x, Distribution dist, uint2 key, uint position, int block,
+template <typename Chunks>
+inline float2 coupled_best(Chunks chunks, Distribution dist, uint2 key, uint position, int block,
                            ushort lane) {
   float best = -INFINITY;
   uint id = ~0u;
   ROLLED(c, CHUNKS) {
     float y[READS];
-    take_chunk(x, c, y);
+    chunks.take(c, y);
     UNROLLED(pair, READS / 2) {
       uint even = uint(held_id(block, c, lane)) + 2 * pair;
       uint2 words = threefry2x32(key, uint2(position, even / 2));

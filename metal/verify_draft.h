@@ -198,7 +198,7 @@ struct Sequence {
     partial.x = block_max(x);
     bool digested = has_digests() && is_target(r) && !s.greedy() && !s.has_filters();
     if (digested) {
-      float2 d = digest(r, block, partial.x, unfiltered(s, source.size), x);
+      float2 d = digest(r, block, partial.x, unfiltered(s, source.size), HeldBlock{x});
       partial.y = d.y; // the mass, with Rule::Typical
       if (lane == 0) {
         digests(r)[block] = d;
@@ -216,15 +216,16 @@ struct Sequence {
 
   // What the rule needs of a block of a target row, relative to the block's own maximum: of the kept ids,
   // the best score and its id, or the sums for the entropy.
-  float2 digest(int i, int block, float max, Distribution dist, const thread float* x) const {
+  template <typename Chunks>
+  float2 digest(int i, int block, float max, Distribution dist, Chunks chunks) const {
     dist.max = max;
     if (rule == int(Rule::Typical)) {
-      return max > -INFINITY ? entropy_sums(x, dist, block, lane) : float2(0);
+      return max > -INFINITY ? entropy_sums(chunks, dist, block, lane) : float2(0);
     }
     if (!(max > -INFINITY)) {
       return float2(-INFINITY, 0);
     }
-    return coupled_best(x, dist, noise().key(), position(i), block, lane);
+    return coupled_best(chunks, dist, noise().key(), position(i), block, lane);
   }
 
   uint position(int i) const { return uint(in.positions[b * in.params->positions_batch] + i); }
@@ -242,13 +243,8 @@ struct Sequence {
     }
     for (int block = simdgroup; block < row(r).num_blocks(); block += num_simdgroups) {
       float max = row_partials(r)[block].x;
-      float x[HELD];
-      if (max >= dist.cutoff) {
-        load_block(row(r), block, true, lane, x);
-      } else {
-        max = -INFINITY;
-      }
-      float2 d = digest(r, block, max, dist, x);
+      max = max >= dist.cutoff ? max : -INFINITY; // nothing is kept: nothing is read
+      float2 d = digest(r, block, max, dist, ReadBlock{row(r), block, lane});
       if (lane == 0) {
         digests(r)[block] = d;
       }
@@ -874,7 +870,7 @@ struct Sequence {
     for (int block = simdgroup; block < source.num_blocks(); block += num_simdgroups) {
       float x[HELD];
       load_block(source, block, true, lane, x);
-      float sum = entropy_sums(x, dist, block, lane).x;
+      float sum = entropy_sums(HeldBlock{x}, dist, block, lane).x;
       if (lane == 0) {
         block_floats(scratch_row)[block] = sum;
       }
