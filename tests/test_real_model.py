@@ -131,10 +131,10 @@ def test_sampled_text_is_as_likely_as_the_model_says(default_model, figure):
 def test_examples_of_the_documentation_run(capsys):
     page = Path(__file__).parents[1].joinpath("docs/decoding.md").read_text(encoding="utf-8")
     examples = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    assert len(examples) == 3
+    assert len(examples) == 4
     names = {}
     for example in examples:
         exec(compile(example, "docs/decoding.md", "exec"), names)
     printed = capsys.readouterr().out.splitlines()
-    assert re.fullmatch(r"(stop|length), \d\.\d\d tokens per cycle", printed[-2])
-    assert printed[-1] == "1.0"
+    assert re.fullmatch(r"(stop|length), \d\.\d\d tokens per cycle", printed[-3])
+    assert printed[-2:] == ["True", "1.0"]
