@@ -5,9 +5,9 @@
 Contexts are places in texts that the target wrote. At each, a drafter proposes K tokens and the
 target reads them once; then every rule judges the same draft and the same rows, many times with
 other noise. (Drafts for coupled noise are made with that noise, so they are others of the same
-distribution; a tree has more tokens.) The copies are the target itself with weights rounded to a few
-bits. "match" is the rule of mlx-lm's ``speculative_generate_step``: accept while the draft is what
-the target draws on its own, that is, with the target's probability, whatever the draft's.
+distribution; a tree has more tokens.) The copies are the target itself with weights rounded to a
+few bits. "match" is the rule of mlx-lm's ``speculative_generate_step``: accept while the draft is
+what the target draws on its own, that is, with the target's probability, whatever the draft's.
 """
 
 from __future__ import annotations

@@ -282,10 +282,10 @@ def check_cut(logits, ids, sampling, stats):
     np.testing.assert_allclose(log_norm, np.log(tempered[:kept].sum()), rtol=1e-5, atol=1e-5)
 
 
-# At the first rejection the row pair is read again: 2 rows of 9 at K = 4; the block rule reads all pairs
-# again, or those from the end to the accepted prefix. Filters read the blocks that can hold kept ids
-# once more, and so do the coupled and typical rules then; a nucleus alone, which has more candidates
-# than fit on chip, twice.
+# At the first rejection the row pair is read again: 2 rows of 9 at K = 4; the block rule reads all
+# pairs again, or those from the end to the accepted prefix. Filters read the blocks that can hold
+# kept ids once more, and so do the coupled and typical rules then; a nucleus alone, which has more
+# candidates than fit on chip, twice.
 LIMITS = [
     # rule, filter, draft, dtype, variant, dispatches, bytes of logits over compulsory ones
     ("token", "temperature", "dense", mx.float32, "split", 3, 1.25),
