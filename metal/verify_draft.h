@@ -611,7 +611,7 @@ struct Sequence {
         atomic_store_explicit(&words[id], as_type<uint>(sum), memory_order_relaxed);
       }
     }
-    threadgroup_barrier(mem_flags::mem_device);
+    threadgroup_barrier(mem_flags::mem_device | mem_flags::mem_threadgroup);
   }
 
   // Whether a listed id falls into the block: only then does the draft change its mass.
