@@ -627,6 +627,12 @@ struct Sequence {
     threadgroup_barrier(mem_flags::mem_device | mem_flags::mem_threadgroup);
   }
 
+  // A mapped draft's probabilities by target id.
+  Row scattered_row(int slot) const {
+    return make_row((const device uchar*)in.scattered, scattered_at(slot), 1, in.params->vocab_size,
+                    DTYPE_FLOAT32, 0);
+  }
+
   // Whether a listed id falls into the block: only then does the draft change its mass.
   bool touches(int slot, int block) const {
     bool touched = false;
@@ -642,10 +648,7 @@ struct Sequence {
     if (dense()) {
       float y[HELD];
       if (has_vocab) {
-        int size = in.params->vocab_size;
-        Row source = make_row((const device uchar*)in.scattered, scattered_at(slot), 1, size,
-                              DTYPE_FLOAT32, 0);
-        load_block(source, block, false, lane, y);
+        load_block(scattered_row(slot), block, false, lane, y);
       } else {
         load_block(draft_row(slot), block, false, lane, y);
         draft.weights(block, lane, y);

@@ -132,6 +132,18 @@ struct Tree {
     return value;
   }
 
+  // Probabilities of a dense draft at the ids of a lane's chunk.
+  void draft_probs(Branch branch, int block, int chunk, thread float* y) const {
+    int first = held_id(block, chunk, sequence.lane);
+    Row source = has_vocab ? sequence.scattered_row(branch.row) : sequence.draft_row(branch.row);
+    source.load(first, false, y);
+    float scale = branch.draft.scale();
+    UNROLLED(j, READS) {
+      float prob = has_vocab ? y[j] : branch.draft.weight(y[j], first + j) * scale;
+      y[j] = prob > 0 ? prob : 0.0f; // a load behind the end gives -inf
+    }
+  }
+
   // The same at a block's ids.
   void load_left(Branch branch, int block, thread float* w) const {
     load_block(sequence.target_row(branch.row), block, true, sequence.lane, w);
@@ -141,7 +153,18 @@ struct Tree {
       w[j] *= scale;
     }
     if (branch.taken > 0) {
-      sequence.subtract_draft(branch.row, branch.draft, branch.taken, block, w);
+      if (sequence.dense()) {
+        // Two whole blocks do not fit into registers beside the walk.
+        ROLLED(c, CHUNKS) {
+          float y[READS];
+          draft_probs(branch, block, c, y);
+          UNROLLED(j, HELD) {
+            w[j] -= j / READS == c ? y[j % READS] * branch.taken : 0.0f;
+          }
+        }
+      } else {
+        sequence.subtract_draft(branch.row, branch.draft, branch.taken, block, w);
+      }
       UNROLLED(j, HELD) {
         w[j] = w[j] > 0 ? w[j] : 0.0f;
       }
@@ -309,10 +332,15 @@ struct Tree {
       }
       return;
     }
-    UNROLLED(j, HELD) {
-      int column = held_id(block, j / READS, sequence.lane) + j % READS;
-      bool is_id = column < sequence.in.params->draft_width && sequence.column_id(column) == id;
-      w[j] = is_id ? 0.0f : w[j];
+    ROLLED(c, CHUNKS) {
+      bool is_id[READS];
+      UNROLLED(j, READS) {
+        int column = held_id(block, c, sequence.lane) + j;
+        is_id[j] = column < sequence.in.params->draft_width && sequence.column_id(column) == id;
+      }
+      UNROLLED(j, HELD) {
+        w[j] = j / READS == c && is_id[j % READS] ? 0.0f : w[j];
+      }
     }
   }
 
