@@ -21,8 +21,8 @@ find_package(MLX CONFIG REQUIRED)
 
 cmake_path(GET CMAKE_CURRENT_LIST_DIR PARENT_PATH root)
 set(shader ${CMAKE_CURRENT_BINARY_DIR}/verify_draft_source.h)
-set(shader_files law.h verify_draft_params.h simd.h noise.h row.h filter.h verify_draft.h
-  verify_draft.metal)
+set(shader_files law.h verify_draft_params.h simd.h noise.h row.h draw.h filter.h verify_draft.h
+  kernel.h verify_draft.metal verify_tree.h verify_tree.metal)
 list(TRANSFORM shader_files PREPEND ${root}/metal/)
 add_custom_command(OUTPUT ${shader}
   COMMAND ${CMAKE_COMMAND} -DNAME=verify_draft_source -DOUTPUT=${shader}

@@ -30,6 +30,7 @@ MetalCall sample_call(
   }
   return {
       as_verify,
+      MetalOperation::Sample,
       true,
       options.filtered,
       false,

@@ -44,7 +44,9 @@ struct Constants {
             call.target_filtered,
             call.draft_filtered,
             call.options.stats,
-            call.is_sample} {}
+            call.operation == MetalOperation::Sample,
+            call.operation == MetalOperation::VerifyTree,
+            call.replacement} {}
 
   static constexpr int kFirstBool = FC_KEYED;
 
@@ -53,7 +55,7 @@ struct Constants {
     for (int i = 0; i < kFirstBool; ++i) {
       constants.emplace_back(&ints[i], MTL::DataType::DataTypeInt, i);
     }
-    for (int i = 0; i <= FC_IS_SAMPLE - kFirstBool; ++i) {
+    for (int i = 0; i <= FC_REPLACEMENT - kFirstBool; ++i) {
       constants.emplace_back(&bools[i], MTL::DataType::DataTypeBool, kFirstBool + i);
     }
     return constants;
@@ -72,7 +74,7 @@ struct Constants {
   }
 
   int ints[kFirstBool];
-  bool bools[FC_IS_SAMPLE - kFirstBool + 1];
+  bool bools[FC_REPLACEMENT - kFirstBool + 1];
 };
 
 MTL::ComputePipelineState*
@@ -96,7 +98,8 @@ int threads_for(MTL::ComputePipelineState* kernel, int wanted) {
 struct Geometry {
   int batch;
   int num_slots;
-  int num_rows; // rows that kernels may read: the target's, and a dense draft's
+  int all_rows; // the target's and the draft's
+  int num_rows; // those that kernels may read: the target's, and a dense draft's
   int row_blocks;
 };
 
@@ -113,7 +116,9 @@ Geometry geometry(const MetalCall& call) {
   g.batch = static_cast<int>(call.status->size());
   bool reduces_draft =
       dense && !options.has_draft_stats && (options.stats || reads_draft(options.rule.kind));
-  g.num_rows = reduces_draft ? 2 * g.num_slots + 1 : g.num_slots + 1;
+  bool is_tree = call.operation == MetalOperation::VerifyTree;
+  g.all_rows = is_tree ? 2 * g.num_slots + 2 : 2 * g.num_slots + 1;
+  g.num_rows = reduces_draft ? g.all_rows : g.num_slots + 1;
   g.row_blocks = num_blocks(logits.shape(-1));
   if (dense) {
     g.row_blocks =
@@ -138,14 +143,20 @@ bool use_sequence_variant(mx::Stream stream, const MetalCall& call, const Geomet
 }
 
 std::vector<std::string> kernels_of(mx::Stream stream, const MetalCall& call, const Geometry& g) {
+  bool is_tree = call.operation == MetalOperation::VerifyTree;
+  std::string prefix = is_tree ? "verify_tree_" : "verify_draft_";
   if (use_sequence_variant(stream, call, g)) {
-    return {"verify_draft_sequence"};
+    return {prefix + "sequence"};
   }
-  std::vector<std::string> kernels{"verify_draft_partials"};
+  std::vector<std::string> kernels{prefix + "partials"};
   if (call.target_filtered || call.draft_filtered) {
-    kernels.push_back("verify_draft_rows");
+    kernels.push_back(prefix + "rows");
   }
   const auto& options = call.options;
+  if (is_tree) {
+    kernels.push_back("verify_tree_walk");
+    return kernels;
+  }
   if (options.draft == DraftKind::Dense && reads_draft(options.rule.kind) && g.num_slots > 0) {
     kernels.push_back("verify_draft_residual");
   }
@@ -174,7 +185,7 @@ VerifyDraftParams make_params(const MetalCall& call, const Geometry& g) {
   p.row_blocks = g.row_blocks;
   p.target_misalign = static_cast<int>(in[V::TargetLogits].offset() % 16);
   p.draft_misalign = static_cast<int>(in[V::DraftRows].offset() % 16);
-  int target_rank = call.is_sample ? 1 : 2;
+  int target_rank = call.operation == MetalOperation::Sample ? 1 : 2;
   auto rows = [&](const mx::array& a, int rank, int64_t& batch, int64_t& row, int64_t& step) {
     batch = stride(a, rank, -1);
     row = rank == 2 ? stride(a, rank, 0) : 0;
@@ -200,6 +211,10 @@ VerifyDraftParams make_params(const MetalCall& call, const Geometry& g) {
   p.noise_batch = stride(in[V::Noise], 1, -1);
   p.noise_step = stride(in[V::Noise], 1, 0);
   p.lengths_batch = o.has_lengths ? stride(in[V::DraftLengths], 0, -1) : 0;
+  if (call.operation == MetalOperation::VerifyTree && g.num_slots > 0) {
+    p.parents_batch = stride(in[V::DraftLengths], 1, -1);
+    p.parents_step = stride(in[V::DraftLengths], 1, 0);
+  }
   p.positions_batch = o.rule.kind == Rule::Coupled ? stride(in[V::Positions], 0, -1) : 0;
   p.vocab_step = o.has_vocab ? in[V::DraftVocab].strides(0) : 0;
   for (int i = 0; i < 2 * kNumParameters; ++i) {
@@ -253,9 +268,8 @@ void encode_metal(mx::Stream stream, MetalCall& call) {
   }
 
   auto& encoder = metal::get_command_encoder(stream);
-  int all_rows = 2 * g.num_slots + 1;
-  mx::array partials = scratch(encoder, {g.batch, all_rows, g.row_blocks + 1, 4});
-  mx::array mass = scratch(encoder, {g.batch, all_rows, g.row_blocks});
+  mx::array partials = scratch(encoder, {g.batch, g.all_rows, g.row_blocks + 1, 4});
+  mx::array mass = scratch(encoder, {g.batch, g.all_rows, g.row_blocks});
   mx::array dummy = scratch(encoder, {4});
   VerifyDraftParams params = make_params(call, g);
   bool by_block = call.options.rule.kind == Rule::Block;
@@ -266,6 +280,10 @@ void encode_metal(mx::Stream stream, MetalCall& call) {
   bool has_digests = !reads_draft(call.options.rule.kind);
   mx::array digests =
       has_digests ? scratch(encoder, {g.batch, g.num_slots + 1, g.row_blocks, 2}) : dummy;
+
+  bool is_tree = call.operation == MetalOperation::VerifyTree;
+  mx::array removed =
+      is_tree && g.num_slots > 0 ? scratch(encoder, {g.batch, g.num_slots, 2}) : dummy;
 
   Constants constants(call);
   for (const auto& name : kernels_of(stream, call, g)) {
@@ -289,8 +307,12 @@ void encode_metal(mx::Stream stream, MetalCall& call) {
       bool given = i < static_cast<int>(call.stats.size()) && call.stats[i]->size() > 0;
       encoder.set_output_array(given ? *call.stats[i] : dummy, BUF_STATS + i);
     }
+    if (is_tree) {
+      encoder.set_output_array(removed, BUF_REMOVED);
+    }
 
-    bool spread = name == "verify_draft_partials" || name == "verify_draft_residual";
+    bool per_row = name.ends_with("_partials") || name.ends_with("_rows");
+    bool spread = name.ends_with("_partials") || name.ends_with("_residual");
     int wanted = spread ? kSpreadThreads : MAX_THREADS;
     if (name == "verify_draft_residual") {
       // With a vocabulary map each group looks at all columns, by the block rule it walks along the draft
@@ -303,7 +325,7 @@ void encode_metal(mx::Stream stream, MetalCall& call) {
       groups = g.num_slots;
     }
     int rows = 1;
-    if (name == "verify_draft_partials" || name == "verify_draft_rows") {
+    if (per_row) {
       rows = g.num_rows;
     } else if (name == "verify_draft_residual" && by_block) {
       rows = g.num_slots;
@@ -321,7 +343,8 @@ MetalCall verify_call(
   bool has_logprobs = options.logprobs != Logprobs::None;
   MetalCall call{
       options,
-      false,
+      MetalOperation::VerifyDraft,
+      true,
       options.target_filtered,
       options.draft == DraftKind::Dense && !options.has_draft_stats && options.draft_filtered &&
           (options.stats || reads_draft(options.rule.kind)),

@@ -1,4 +1,5 @@
-// The Metal evaluation that verify_draft and sample share: `sample` is a call without draft slots.
+// The Metal evaluation that all operations share: `sample` is a call without draft slots, verify_tree one
+// with a node per slot.
 #pragma once
 
 #include <string>
@@ -19,19 +20,22 @@ struct MetalTuning {
 // Process-wide, for tests and self-tests; results have the same bits whatever it says.
 MetalTuning& metal_tuning();
 
+enum class MetalOperation : int { VerifyDraft, Sample, VerifyTree };
+
 struct MetalCall {
   VerifyDraft::Options options;
-  bool is_sample;
+  MetalOperation operation;
+  bool replacement; // of verify_tree
   bool target_filtered; // whether a filter may be on
   bool draft_filtered;
   int num_slots;
-  // By VerifyDraft::Input; what a call does not have is a dummy.
+  // By VerifyDraft::Input, the parents of a tree as DraftLengths; what a call does not have is a dummy.
   std::vector<mx::array> inputs;
   mx::array* tokens;
   mx::array* num_accepted; // null for `sample`
   mx::array* status;
   mx::array* logprobs; // null unless asked for
-  std::vector<mx::array*> stats; // four with statistics, row_stats alone for `sample`
+  std::vector<mx::array*> stats; // four with statistics, row_stats alone for `sample`, the path of a tree
 };
 
 // Compiles what the call needs. Throws std::runtime_error when the GPU cannot run the kernels.

@@ -27,9 +27,6 @@ std::vector<mx::array> verify_tree(
     Logprobs logprobs,
     mx::StreamOrDevice stream_or_device) {
   auto stream = resolve_stream(kOp, stream_or_device);
-  if (stream.device == mx::Device::gpu) {
-    bad_argument(kOp, "stream", "a CPU stream or device", "a GPU one");
-  }
 
   check_logits_dtype(kOp, "target_logits", target_logits);
   const auto& shape = target_logits.shape();
@@ -80,7 +77,9 @@ std::vector<mx::array> verify_tree(
       keys.has_value(),
       draft.vocab.has_value(),
       draft.stats.has_value(),
-      token_bitmask.has_value()};
+      token_bitmask.has_value(),
+      may_filter(sampling),
+      may_filter(draft_sampling)};
   return SequencePrimitive::build(std::make_shared<VerifyTree>(stream, options), inputs);
 }
 

@@ -48,6 +48,8 @@ class VerifyTree : public SequencePrimitive {
     bool has_vocab;
     bool has_draft_stats;
     bool has_bitmask;
+    bool target_filtered; // whether a filter may be on
+    bool draft_filtered;
     bool operator==(const Options&) const = default;
   };
   // DraftRows: draft logits or ids. Inputs that were not given hold a dummy.
@@ -70,11 +72,17 @@ class VerifyTree : public SequencePrimitive {
       : SequencePrimitive(stream), options_(options) {}
 
   void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override;
+#ifdef EXACTSPEC_METAL
+  void eval_gpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override;
+#endif
   const char* name() const override { return "verify_tree"; }
   bool is_equivalent(const Primitive& other) const override;
   std::vector<mx::Shape> output_shapes(const std::vector<mx::array>& inputs) override;
 
  protected:
+#ifdef EXACTSPEC_METAL
+  void prepare(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override;
+#endif
   std::shared_ptr<SequencePrimitive> clone() override;
   std::vector<mx::Dtype> output_dtypes() const override;
   std::vector<int> core_ranks() const override;

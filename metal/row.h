@@ -88,6 +88,13 @@ inline int held_id(int block, int chunk, ushort lane) {
   return block * DRAW_BLOCK + (chunk * LANES + lane) * READS;
 }
 
+// Which element of this lane holds an id of the block; -1 if another lane does.
+inline int held_at(int id, ushort lane) {
+  int offset = id % DRAW_BLOCK;
+  int run = offset / READS;
+  return run % LANES == lane ? (run / LANES) * READS + offset % READS : -1;
+}
+
 inline void load_block(Row row, int block, bool masked, ushort lane, thread float* x) {
   UNROLLED(c, CHUNKS) {
     row.load(held_id(block, c, lane), masked, x + c * READS);

@@ -3,6 +3,7 @@
 // run the same steps on the same blocks, so they give the same bits. docs/rules.md has the rules.
 #pragma once
 
+#include "draw.h"
 #include "filter.h"
 
 namespace exactspec {
@@ -23,6 +24,7 @@ constant bool target_filtered [[function_constant(FC_TARGET_FILTERED)]];
 constant bool draft_filtered [[function_constant(FC_DRAFT_FILTERED)]];
 constant bool with_stats [[function_constant(FC_STATS)]];
 constant bool is_sample [[function_constant(FC_IS_SAMPLE)]];
+constant bool is_tree [[function_constant(FC_IS_TREE)]];
 
 // Everything a kernel is given.
 struct Buffers {
@@ -149,7 +151,8 @@ struct Sequence {
   }
 
   bool dense() const { return draft_kind == int(DraftKind::Dense); }
-  // Target rows come first, then the draft's.
+  // Target rows come first, then the draft's: one a slot, in a tree as many as the target's.
+  int num_rows() const { return is_tree ? 2 * K + 2 : 2 * K + 1; }
   bool is_target(int r) const { return r <= K; }
   Row row(int r) const { return is_target(r) ? target_row(r) : draft_row(r - K - 1); }
   RowSampling row_sampling(int r) const {
@@ -162,13 +165,13 @@ struct Sequence {
   bool row_filtered(int r) const { return is_target(r) ? target_filtered : draft_filtered; }
 
   device float4* row_partials(int r) const {
-    int64_t at = int64_t(b) * (2 * K + 1) + r;
+    int64_t at = int64_t(b) * num_rows() + r;
     return in.partials + at * (in.params->row_blocks + 1);
   }
   device float4* row_slot(int r) const { return row_partials(r) + in.params->row_blocks; }
   // A float per block.
   device float* block_floats(int r) const {
-    return in.mass + (int64_t(b) * (2 * K + 1) + r) * in.params->row_blocks;
+    return in.mass + (int64_t(b) * num_rows() + r) * in.params->row_blocks;
   }
   device float2* digests(int i) const {
     return in.digests + (int64_t(b) * (K + 1) + i) * in.params->row_blocks;
@@ -229,6 +232,19 @@ struct Sequence {
   }
 
   uint position(int i) const { return uint(in.positions[b * in.params->positions_batch] + i); }
+
+  // Steps 1 and 2 by the whole threadgroup.
+  void read_row(int r, FilterMemory memory) const {
+    int num_blocks = row(r).num_blocks();
+    for (int block = simdgroup; block < num_blocks; block += num_simdgroups) {
+      reduce(r, block);
+    }
+    threadgroup_barrier(mem_flags::mem_device);
+    if (row_filtered(r)) {
+      filter(r, memory);
+      threadgroup_barrier(mem_flags::mem_device);
+    }
+  }
 
   // Step 2, with filters: the cut and the normaliser of a row, by the whole threadgroup.
   void filter(int r, FilterMemory memory) const {
@@ -325,9 +341,8 @@ struct Sequence {
     return n;
   }
 
-  // Whether the draft has a place for the token at all, whatever its probability there.
-  bool can_produce(int slot) const {
-    int id = token(slot);
+  // Whether a row of the draft has a place for the token at all, whatever its probability there.
+  bool can_produce(int slot, int id) const {
     if (id < 0) {
       return false;
     }
@@ -357,8 +372,7 @@ struct Sequence {
     return simd_any(bad) || !(tree_sum(mass) <= 1.001f);
   }
 
-  float draft_prob(int slot, Distribution dist) const {
-    int id = token(slot);
+  float draft_prob(int slot, int id, Distribution dist) const {
     if (draft_kind == int(DraftKind::OneHot)) {
       return 1;
     }
@@ -377,8 +391,7 @@ struct Sequence {
     return tree_sum(sum);
   }
 
-  float target_prob(int slot, Distribution dist) const {
-    int id = token(slot);
+  float target_prob(int slot, int id, Distribution dist) const {
     return id < in.params->vocab_size ? dist.prob(target_row(slot).logit(id), id) : 0.0f;
   }
 
@@ -440,7 +453,7 @@ struct Sequence {
     if (i == n) {
       return;
     }
-    if (!can_produce(i)) {
+    if (!can_produce(i, token(i))) {
       walk.bits |= OUT_OF_RANGE;
       return;
     }
@@ -451,7 +464,7 @@ struct Sequence {
       accepted = token(i) == choice(i, target);
     } else if (rule == int(Rule::Typical)) {
       constant float* p = in.params->rule_parameters;
-      accepted = target_prob(i, target) > min(p[0], p[1] * exp(-digested_entropy(i, target)));
+      accepted = target_prob(i, token(i), target) > min(p[0], p[1] * exp(-digested_entropy(i, target)));
     } else {
       Distribution draft = target;
       bool bad = false;
@@ -467,8 +480,8 @@ struct Sequence {
         return;
       }
       walk.next = Next::Residual;
-      float drafted = draft_prob(i, draft);
-      float prob = target_prob(i, target);
+      float drafted = draft_prob(i, token(i), draft);
+      float prob = target_prob(i, token(i), target);
       walk.bits |= drafted == 0 ? ZERO_DRAFT_PROB : 0;
       if (rule == int(Rule::Block)) {
         float without_draft = walk.weight > 0 ? 1.0f : 0.0f;
@@ -607,7 +620,13 @@ struct Sequence {
         atomic_store_explicit(&words[id], as_type<uint>(sum), memory_order_relaxed);
       }
     }
-    threadgroup_barrier(mem_flags::mem_device);
+    threadgroup_barrier(mem_flags::mem_device | mem_flags::mem_threadgroup);
+  }
+
+  // A mapped draft's probabilities by target id.
+  Row scattered_row(int slot) const {
+    return make_row((const device uchar*)in.scattered, scattered_at(slot), 1, in.params->vocab_size,
+                    DTYPE_FLOAT32, 0);
   }
 
   // Whether a listed id falls into the block: only then does the draft change its mass.
@@ -620,15 +639,12 @@ struct Sequence {
     return simd_any(touched);
   }
 
-  // The probabilities of the draft at a block's ids, subtracted from w.
-  void subtract_draft(int slot, Distribution draft, int block, thread float* w) const {
+  // The probabilities of the draft at a block's ids, subtracted from w so many times.
+  void subtract_draft(int slot, Distribution draft, float times, int block, thread float* w) const {
     if (dense()) {
       float y[HELD];
       if (has_vocab) {
-        int size = in.params->vocab_size;
-        Row source = make_row((const device uchar*)in.scattered, scattered_at(slot), 1, size,
-                              DTYPE_FLOAT32, 0);
-        load_block(source, block, false, lane, y);
+        load_block(scattered_row(slot), block, false, lane, y);
       } else {
         load_block(draft_row(slot), block, false, lane, y);
         draft.weights(block, lane, y);
@@ -636,7 +652,7 @@ struct Sequence {
       float scale = has_vocab ? 1.0f : draft.scale();
       UNROLLED(i, HELD) {
         // Behind the end of the draft's row a load gives -inf, whose weight is 0.
-        w[i] -= y[i] > 0 ? y[i] * scale : 0.0f;
+        w[i] -= y[i] > 0 ? y[i] * scale * times : 0.0f;
       }
       return;
     }
@@ -645,13 +661,10 @@ struct Sequence {
       if (id < 0 || id / DRAW_BLOCK != block) {
         continue;
       }
-      int offset = id % DRAW_BLOCK;
-      int run = offset / READS;
-      int held = (run / LANES) * READS + offset % READS;
-      bool mine = run % LANES == lane;
-      float prob = entry_prob(slot, e);
+      int held = held_at(id, lane);
+      float prob = entry_prob(slot, e) * times;
       UNROLLED(i, HELD) {
-        w[i] -= mine && i == held ? prob : 0.0f;
+        w[i] -= i == held ? prob : 0.0f;
       }
     }
   }
@@ -678,7 +691,7 @@ struct Sequence {
       UNROLLED(j, HELD) {
         w[j] *= scale;
       }
-      subtract_draft(from.slot, from.draft, block, w);
+      subtract_draft(from.slot, from.draft, 1, block, w);
       UNROLLED(j, HELD) {
         w[j] = w[j] > 0 ? w[j] : 0.0f;
       }
@@ -730,68 +743,13 @@ struct Sequence {
     if (from.target.greedy || rule == int(Rule::Coupled)) {
       return choice(from.slot, from.target);
     }
-    const device float* mass = block_floats(from.slot);
-    int num_blocks = target_row(from.slot).num_blocks();
-    float total = 0;
-    for (int first = 0; first < num_blocks; first += LANES) {
-      float m = first + lane < num_blocks ? mass[first + lane] : 0.0f;
-      total += simd_shuffle(inclusive_scan(m, lane), LANES - 1);
-    }
-    float threshold = noise().pair(0) * total;
-    float before = 0;
-    int block = -1;
-    for (int first = 0; first < num_blocks; first += LANES) {
-      float m = first + lane < num_blocks ? mass[first + lane] : 0.0f;
-      float to = before + inclusive_scan(m, lane);
-      uint chosen = first_lane(m > 0 && to > threshold, lane);
-      if (chosen < LANES) {
-        block = first + int(chosen);
-        break;
-      }
-      // Rounding may leave none above the threshold: the last one of positive mass is drawn then.
-      uint last = last_lane(m > 0, lane);
-      block = last < LANES ? first + int(last) : block;
-      before = simd_shuffle(to, LANES - 1);
-    }
+    int block = draw_block(block_floats(from.slot), target_row(from.slot).num_blocks(), noise().pair(0), lane);
     if (block < 0) {
       return -1;
     }
-
     float w[HELD];
     draw_weights(from, block, w);
-    total = 0;
-    UNROLLED(c, CHUNKS) {
-      total += simd_shuffle(inclusive_scan(run_sum(w + c * READS), lane), LANES - 1);
-    }
-    threshold = noise().pair(1) * total;
-    before = 0;
-    int drawn = -1;
-    int last = -1;
-    UNROLLED(c, CHUNKS) {
-      float sum = run_sum(w + c * READS);
-      float to = before + inclusive_scan(sum, lane);
-      float from = to - sum;
-      uint chosen = first_lane(sum > 0 && to > threshold, lane);
-      int mine = -1;
-      int my_last = -1;
-      UNROLLED(j, READS) {
-        float v = w[c * READS + j];
-        from += v;
-        my_last = v > 0 ? j : my_last;
-        mine = mine < 0 && v > 0 && from > threshold ? j : mine;
-      }
-      mine = mine < 0 ? my_last : mine;
-      if (chosen < LANES) {
-        drawn = held_id(block, c, ushort(chosen)) + simd_shuffle(mine, ushort(chosen));
-        break;
-      }
-      uint owner = last_lane(my_last >= 0, lane);
-      if (owner < LANES) {
-        last = held_id(block, c, ushort(owner)) + simd_shuffle(my_last, ushort(owner));
-      }
-      before = simd_shuffle(to, LANES - 1);
-    }
-    return drawn < 0 ? last : drawn;
+    return draw_held(w, block, noise().pair(1), lane);
   }
 
   float token_logprob(int i, int id, Distribution target) const {
@@ -913,7 +871,7 @@ struct Sequence {
       UNROLLED(j, HELD) {
         d[j] = 0;
       }
-      subtract_draft(slot, draft, block, d);
+      subtract_draft(slot, draft, 1, block, d);
       UNROLLED(j, HELD) {
         w[j] = min(w[j] * scale, -d[j]);
       }

@@ -6,7 +6,8 @@
 
 namespace exactspec {
 
-// Strides are in elements. Rows 0..K of a sequence are the target's, row K + 1 + i is slot i's draft.
+// Strides are in elements. Rows 0..K of a sequence are the target's, row K + 1 + i is slot i's draft, in a
+// tree of K nodes the draft's row i.
 struct VerifyDraftParams {
   int num_slots; // K
   int vocab_size; // V
@@ -21,18 +22,20 @@ struct VerifyDraftParams {
   int64_t tokens_batch, tokens_step;
   int64_t noise_batch, noise_step;
   int64_t lengths_batch;
+  int64_t parents_batch, parents_step;
   int64_t vocab_step;
   int64_t positions_batch;
   int64_t parameters[8]; // target's temperature, top_k, top_p, min_p; then the draft's
   float rule_parameters[2]; // Rule::Typical: epsilon, delta; Rule::Cascade: alpha
 };
-static_assert(sizeof(VerifyDraftParams) == 24 + 8 * 30 + 8, "host and shader must agree");
+static_assert(sizeof(VerifyDraftParams) == 24 + 8 * 32 + 8, "host and shader must agree");
 
 // Buffer indices. Optional buffers are bound to a dummy.
 enum VerifyDraftBuffer : int {
   BUF_TARGET_LOGITS,
   BUF_DRAFT_TOKENS,
   BUF_DRAFT_LENGTHS,
+  BUF_PARENTS = BUF_DRAFT_LENGTHS, // a tree has no lengths
   BUF_DRAFT_ROWS,
   BUF_DRAFT_PROBS,
   BUF_DRAFT_VOCAB,
@@ -56,6 +59,8 @@ enum VerifyDraftBuffer : int {
   BUF_DIGESTS,
   BUF_STATS, // four buffers: accept_prob, overlap, target_entropy, draft_entropy
   BUF_ROW_STATS = BUF_STATS, // `sample` has no draft, so no statistics of one
+  BUF_PATH = BUF_STATS, // a tree has none either
+  BUF_REMOVED, // float2 [B, N]: an id (bits) that left a node's draft, and what is left of its target
 };
 
 enum VerifyDraftConstant : int {
@@ -75,6 +80,8 @@ enum VerifyDraftConstant : int {
   FC_DRAFT_FILTERED,
   FC_STATS,
   FC_IS_SAMPLE,
+  FC_IS_TREE,
+  FC_REPLACEMENT,
 };
 
 // Coupled and typical acceptance look at the target alone.

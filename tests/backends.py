@@ -13,7 +13,7 @@ class Backend(NamedTuple):
     name: str
     verify_draft: Callable[..., exactspec.VerifyResult]
     sample: Callable[..., exactspec.SampleResult]
-    verify_tree: Callable[..., exactspec.TreeResult] | None = None
+    verify_tree: Callable[..., exactspec.TreeResult]
     fused: bool = True  # a primitive of its own, not composed of mx operations
     simulated: bool = False  # thousands of times slower than the device it stands for
 
@@ -38,5 +38,11 @@ BACKENDS = [
         reference_tree.verify_tree,
         fused=False,
     ),
-    Backend("metal-sim", simulated("verify_draft"), simulated("sample"), simulated=True),
+    Backend(
+        "metal-sim",
+        simulated("verify_draft"),
+        simulated("sample"),
+        simulated("verify_tree"),
+        simulated=True,
+    ),
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 import pytest
-from exactspec import Sampling, doctor, sample, verify_draft
+from exactspec import Sampling, doctor, sample, verify_draft, verify_tree
 from exactspec.cli import app
 from metal_sim import simulator
 from typer.testing import CliRunner
@@ -47,8 +47,10 @@ def test_checks_of_a_gpu_pass_on_the_simulated_one(monkeypatch):
         )
 
     monkeypatch.setattr(doctor, "verify_draft", on_simulator(verify_draft, simulator.verify_draft))
+    monkeypatch.setattr(doctor, "verify_tree", on_simulator(verify_tree, simulator.verify_tree))
     monkeypatch.setattr(doctor, "sample", on_simulator(sample, simulator.sample))
-    for check in (doctor._builds, doctor._cases, doctor._keyed, doctor._agrees_with_cpu):
+    checks = (doctor._builds, doctor._cases, doctor._keyed, doctor._chains, doctor._agrees_with_cpu)
+    for check in checks:
         ok, detail = check(None)
         assert ok, detail
     simulator.check()

@@ -96,11 +96,61 @@ def problem(
     return target, tokens, arguments
 
 
+# Two nodes that are rejected, one that is accepted, and two below it that are rejected.
+TREE = np.array([-1, -1, -1, 2, 2])
+
+
+def tree_problem(batch, vocab_size, kind, sampling, dtype=mx.float32, replacement=True):
+    """Arguments of verify_tree. The first sequence goes as ``TREE`` says, unless ids are mapped."""
+    keys = mx.random.split(mx.random.key(vocab_size), 4)
+    N = len(TREE)
+    target = (2 * mx.random.normal((batch, N + 1, vocab_size), key=keys[0])).astype(dtype)
+    draft = (target + 0.3 * mx.random.normal(target.shape, key=keys[1])).astype(dtype)
+    underrated = mx.softmax(target / 0.6, axis=-1) - mx.softmax(draft / 0.6, axis=-1)
+    order = mx.argsort(underrated, axis=-1).astype(mx.int32)[:, mx.array(TREE + 1)]
+    ranks = mx.array([0, 1, -1, 0, 1])
+    tokens = mx.stack([order[:, node, ranks[node]] for node in range(N)], axis=1)
+    uniforms = mx.random.uniform(shape=(batch, N + 2), key=keys[2])
+    uniforms[0, :N] = mx.array([0.9999, 0.9999, 0.0, 0.9999, 0.9999])
+    arguments = {
+        "parents": mx.array(np.tile(TREE, (batch, 1)), mx.int32),
+        "sampling": sampling,
+        "uniforms": uniforms,
+        "logprobs": "raw",
+        "replacement": replacement,
+    }
+    if kind in ("dense", "stats", "vocab", "repeats"):
+        arguments["draft_logits"] = draft
+    if kind == "stats":
+        rows = sample(
+            draft.reshape(-1, vocab_size), sampling, uniforms=mx.zeros((batch * (N + 1), 2))
+        )
+        arguments["draft_stats"] = rows.row_stats.reshape(batch, N + 1, 4)
+    if kind in ("vocab", "repeats"):
+        ids = mx.random.permutation(vocab_size // 2, key=keys[3]).astype(mx.int32) * 2
+        if kind == "repeats":
+            ids = mx.concatenate([ids[: ids.size // 2]] * 2)
+        arguments["draft_vocab"] = ids
+        arguments["draft_logits"] = draft[..., : ids.size]
+        tokens = mx.take(ids, tokens % ids.size)
+    if kind == "sparse":
+        # Of each row: the tokens of two children of it, and another id.
+        children = [np.flatnonzero(TREE == row - 1)[[0, 1]] if row in (0, 3) else [0, 1]
+                    for row in range(N + 1)]  # fmt: skip
+        first = tokens[:, mx.array(np.array(children))]
+        others = mx.concatenate([first, (first[..., :1] + 2100) % vocab_size], axis=-1)
+        arguments["draft_ids"] = others
+        arguments["draft_probs"] = mx.broadcast_to(mx.array([0.5, 0.3, 0.2]), others.shape)
+    return target, tokens, arguments
+
+
 def run(target, tokens, arguments, spread, **options):
     variant, max_threads, order = spread
+    operation = simulator.verify_tree if "parents" in arguments else simulator.verify_draft
     with simulator.options(variant=variant, max_threads=max_threads, order=order, **options):
-        result = simulator.verify_draft(target, tokens, **arguments)
-        arrays = [x for x in result if isinstance(x, mx.array)] + list(result.stats or ())
+        result = operation(target, tokens, **arguments)
+        arrays = [x for x in result if isinstance(x, mx.array)]
+        arrays += list(getattr(result, "stats", None) or ())
         mx.eval(arrays)
     return [np.array(x) for x in arrays]
 
@@ -136,6 +186,17 @@ def test_rules_have_the_same_bits_however_a_call_is_spread(rule, kind, name):
     first = run(*arguments, SPREADS[0])
     for spread in SPREADS[1:]:
         assert_same_bits(first, run(*arguments, spread))
+
+
+@pytest.mark.parametrize("replacement", [True, False], ids=["with", "without"])
+@pytest.mark.parametrize("kind", DRAFTS)
+def test_trees_have_the_same_bits_however_a_call_is_spread(kind, replacement):
+    for name in ("temperature", "top_p", "sequential"):
+        dtype = DTYPES[(len(kind) + len(name)) % 3]
+        arguments = tree_problem(2, 5003, kind, FILTERS[name], dtype, replacement)
+        first = run(*arguments, SPREADS[0])
+        for spread in SPREADS[1:]:
+            assert_same_bits(first, run(*arguments, spread))
 
 
 @pytest.mark.parametrize("kind", DRAFTS)
@@ -356,3 +417,47 @@ def test_coupled_sample_reads_its_row_once(name, dispatches, limit, figure):
     figure("logits read over compulsory", read / logits.nbytes)
     assert len(call["dispatches"]) == dispatches
     assert read <= limit * logits.nbytes
+
+
+# Every rejection reads the pair of rows again, or the blocks of a one-hot or sparse draft's ids.
+# Without replacement a draft of known statistics is also read once to measure it.
+TREE_LIMITS = [
+    # filter, draft, replacement, dtype, variant, dispatches, bytes of logits over compulsory ones
+    ("temperature", "dense", True, mx.float32, "split", 2, 2.02),
+    ("temperature", "dense", False, mx.float32, "split", 2, 2.02),
+    ("temperature", "stats", False, mx.float32, "split", 2, 2.7),
+    ("temperature", "one-hot", True, mx.float32, "split", 2, 1.02),
+    ("temperature", "sparse", True, mx.bfloat16, "split", 2, 1.05),
+    ("temperature", "dense", True, mx.bfloat16, "sequence", 1, 3.1),
+    ("temperature", "one-hot", True, mx.float32, "sequence", 1, 1.1),
+    ("both", "dense", True, mx.float32, "split", 3, 1.6),
+    ("both", "one-hot", True, mx.bfloat16, "split", 3, 1.5),
+]
+
+
+@pytest.mark.parametrize("name, kind, replacement, dtype, variant, dispatches, limit", TREE_LIMITS)
+def test_dispatches_and_device_bytes_of_trees(
+    name, kind, replacement, dtype, variant, dispatches, limit, figure
+):
+    """Rows that must be read: the target's, and those of a dense draft that have children; only
+    along the path in the variant of one threadgroup."""
+    vocab_size = 152064
+    target, tokens, arguments = tree_problem(
+        1, vocab_size, kind, FILTERS[name], dtype, replacement
+    )
+    del arguments["logprobs"]
+    _, path, *_ = run(target, tokens, arguments, (variant, 0, "forward"), shadow=False)
+    (call,) = simulator.take_calls()
+    assert path.tolist() == [[2, -1, -1, -1, -1]]
+    rows = len(TREE) + 1 if variant == "split" else 2
+    rows += 2 if "draft_logits" in arguments and kind != "stats" else 0
+    compulsory = rows * vocab_size * dtype.size
+    logits = {"input 0", "input 3"} if "draft_logits" in arguments else {"input 0"}
+    read = sum(b["read"] for b in call["buffers"] if b["name"] in logits)
+    others = sum(b["unique_read"] for b in call["buffers"] if b["name"] not in logits)
+    written = sum(b["written"] for b in call["buffers"])
+    figure("logits read over compulsory", read / compulsory)
+    figure("other bytes over compulsory", (others + written) / compulsory)
+    assert len(call["dispatches"]) == dispatches
+    assert read <= limit * compulsory
+    assert others + written <= 0.05 * compulsory

@@ -177,15 +177,54 @@ def _calls() -> list[dict]:
         dict(onehot, rule=Typical(), sampling=Sampling(top_k=20)),
         coupled,
         dict(coupled, sampling=Sampling(top_p=0.9)),
+        *_trees(target, draft),
     ]
+
+
+def _trees(target: mx.array, draft: mx.array) -> list[dict]:
+    """Trees in which several siblings are rejected before one is accepted, or none is."""
+    rows = mx.array([0, 0, 0, 1, 1])
+    parents = mx.array([[-1, -1, -1, 2, 2]] * 2)
+    target = mx.take(target, mx.array([0, 1, 2, 1, 0, 2]), axis=1)
+    draft = mx.take(draft, mx.array([0, 1, 0, 1, 0, 1]), axis=1)
+    best = mx.argsort(-draft[:, rows], axis=-1)
+    tokens = mx.stack([best[:, i, i % 3] for i in range(5)], axis=1).astype(mx.int32)
+    coins = mx.array([[0.99, 0.99, 0, 0.99, 0.99], [0.99, 0.9, 0.99, 0.9, 0]])
+    uniforms = mx.concatenate([coins, mx.array([[0.3, 0.6], [0.8, 0.2]])], axis=1)
+    dense = dict(target_logits=target, draft_tokens=tokens, parents=parents, uniforms=uniforms)
+    onehot = dict(dense)
+    dense["draft_logits"] = draft
+    vocab = mx.concatenate([mx.arange(200), mx.arange(100)]).astype(mx.int32) * 3
+    mapped = dict(
+        dense,
+        target_logits=target[..., : 3 * VOCAB],
+        draft_logits=draft[..., :VOCAB],
+        draft_vocab=vocab,
+        draft_tokens=vocab[tokens % VOCAB],
+    )
+    # Nothing is left of what target and draft share: the target stays as it is.
+    equal = dict(dense, draft_logits=target, uniforms=mx.ones_like(uniforms) * 0.999)
+    filtered = dict(sampling=Sampling(top_k=20, top_p=0.9))
+    return [
+        dense,
+        dict(dense, replacement=False, logprobs="raw"),
+        dict(dense, replacement=False, **filtered),
+        dict(mapped, replacement=False),
+        dict(equal, sampling=Sampling(top_k=3), replacement=False),
+        onehot,
+        dict(onehot, logprobs="filtered", **filtered),
+    ]
+
+
+def _operation(call: dict) -> str:
+    return "verify_tree" if "parents" in call else "verify_draft"
 
 
 def _run(call: dict, **options) -> list[np.ndarray]:
     with simulator.options(**options):
-        result = simulator.verify_draft(**call)
-        arrays = [result.tokens, result.num_accepted, result.status]
-        arrays += [] if result.logprobs is None else [result.logprobs]
-        arrays += [] if result.stats is None else list(result.stats)
+        result = getattr(simulator, _operation(call))(**call)
+        arrays = [x for x in result if isinstance(x, mx.array)]
+        arrays += list(getattr(result, "stats", None) or ())
         mx.eval(*arrays)
     return [np.array(a) for a in arrays]
 
@@ -193,7 +232,7 @@ def _run(call: dict, **options) -> list[np.ndarray]:
 @pytest.mark.parametrize("variant", ["sequence", "split"])
 def test_operations_give_the_same_bits_in_every_order(variant):
     for call in _calls():
-        expected = exactspec.verify_draft(**call)
+        expected = getattr(exactspec, _operation(call))(**call)
         results = [
             _run(call, order=order, seed=3, variant=variant, max_threads=threads)
             for order in simulator.ORDERS

@@ -17,7 +17,6 @@ pytestmark = pytest.mark.skipif(
     not ptx.find_ptxas(), reason="ptxas (NVIDIA's CUDA toolkit) is not installed"
 )
 
-SHADER = ROOT / "metal" / "verify_draft.metal"
 FLOAT32, FLOAT16, BFLOAT16 = range(3)
 ONE_HOT, SPARSE, DENSE = range(3)
 RAW, FILTERED = 1, 2
@@ -27,7 +26,7 @@ BLOCK, COUPLED, TYPICAL, CASCADE = range(1, 5)
 OFF = dict.fromkeys(
     "target_dtype draft_dtype draft_kind target_order draft_order rule logprobs_kind keyed "
     "has_lengths has_vocab has_draft_stats has_bitmask target_filtered draft_filtered with_stats "
-    "is_sample".split(),
+    "is_sample is_tree".split(),
     0,
 )
 SPLIT = ("partials", "draw", "sequence")
@@ -65,6 +64,32 @@ SETTINGS = {
         (*SPLIT, "rows"),
     ),
 }  # fmt: skip
+TREE_OFF = OFF | {"is_tree": 1, "replacement": 0}
+WALKS = ("partials", "walk", "sequence")
+TREE_SETTINGS = {
+    "dense f32": ({"draft_kind": DENSE, "replacement": 1}, WALKS),
+    "dense f32 filtered": (
+        {"draft_kind": DENSE, "target_filtered": 1, "draft_filtered": 1, "logprobs_kind": RAW},
+        (*WALKS, "rows"),
+    ),
+    "sparse bf16": ({"target_dtype": BFLOAT16, "draft_kind": SPARSE, "has_bitmask": 1}, WALKS),
+    "one-hot f16 filtered": (
+        {"target_dtype": FLOAT16, "draft_kind": ONE_HOT, "target_filtered": 1, "keyed": 1},
+        (*WALKS, "rows"),
+    ),
+    "vocab": (
+        {"draft_kind": DENSE, "has_vocab": 1, "draft_dtype": BFLOAT16, "has_draft_stats": 1},
+        WALKS,
+    ),
+}
+CASES = [
+    (operation, name, off | constants, kernels)
+    for operation, off, settings in (
+        ("verify_draft", OFF, SETTINGS),
+        ("verify_tree", TREE_OFF, TREE_SETTINGS),
+    )
+    for name, (constants, kernels) in settings.items()
+]
 
 
 INDEXED = """
@@ -87,12 +112,16 @@ kernel void indexed(device float* x [[buffer(0)]], const device int* at [[buffer
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SETTINGS)
-def test_kernels_need_no_stack(name, figure):
-    constants, kernels = SETTINGS[name]
-    usage = ptx.assemble(SHADER, [f"verify_draft_{k}" for k in kernels], OFF | constants)
+@pytest.mark.parametrize(
+    "operation, constants, kernels",
+    [case[:1] + case[2:] for case in CASES],
+    ids=[f"{case[0]}-{case[1]}" for case in CASES],
+)
+def test_kernels_need_no_stack(operation, constants, kernels, figure):
+    shader = ROOT / "metal" / f"{operation}.metal"
+    usage = ptx.assemble(shader, [f"{operation}_{k}" for k in kernels], constants)
     for kernel in kernels:
-        used = usage[f"verify_draft_{kernel}"]
+        used = usage[f"{operation}_{kernel}"]
         figure(f"{kernel} registers", used.registers)
         figure(f"{kernel} shared bytes", used.shared)
         assert (used.stack, used.spill_stores, used.spill_loads) == (0, 0, 0), kernel

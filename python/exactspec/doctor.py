@@ -17,6 +17,7 @@ from .blas import blas_in_use
 from .cases import CASES, mismatches, mlx_arguments
 from .ops import sample, verify_draft
 from .sampling import Sampling
+from .tree import verify_tree
 
 # float32 sums of a few probabilities, beside the grid's own resolution.
 ROUNDING = 1e-5
@@ -46,7 +47,7 @@ def versions() -> dict[str, str]:
 
 def run_checks() -> Iterator[Check]:
     """Every check on every device of this machine, as it finishes."""
-    checks = (_builds, _cases, _stratified, _keyed)
+    checks = (_builds, _cases, _stratified, _keyed, _chains)
     for check in checks:
         yield _guarded("cpu", check, mx.cpu)
     if mx.metal.is_available():
@@ -136,6 +137,20 @@ def _problems() -> Iterator[tuple[mx.array, mx.array, dict]]:
         uniforms = mx.random.uniform(shape=(8, 5), key=coin_key)
         further = {"draft_logits": draft, "sampling": sampling, "uniforms": uniforms}
         yield target, drawn.tokens.reshape(8, 3), further
+
+
+def _chains(device) -> tuple[bool, str]:
+    """a tree that is a chain gives what its drafts give"""
+    same = total = 0
+    for target, tokens, further in _problems():
+        drafts = verify_draft(target, tokens, **further, stream=device).tokens
+        rows = mx.pad(further.pop("draft_logits"), [(0, 0), (0, 1), (0, 0)])
+        parents = mx.broadcast_to(mx.arange(-1, 2, dtype=mx.int32), tokens.shape)
+        tree = verify_tree(target, tokens, parents, draft_logits=rows, **further, stream=device)
+        same += mx.sum(mx.all(tree.tokens == drafts, axis=1)).item()
+        total += len(tokens)
+    # A uniform may fall so close to a threshold that rounding decides.
+    return same >= total - 1, f"{same} of {total} sequences"
 
 
 def _agrees_with_cpu(device) -> tuple[bool, str]:

@@ -57,8 +57,9 @@ def sources() -> list[Path]:
 
 def embed_shader(build: Path) -> None:
     """The header with the shader's text, made by the same step as in a real build."""
-    names = "law verify_draft_params simd noise row filter verify_draft".split()
-    files = [ROOT / "metal" / f"{name}.h" for name in names] + [ROOT / "metal/verify_draft.metal"]
+    names = "law verify_draft_params simd noise row draw filter verify_draft kernel".split()
+    names = [*(f"{name}.h" for name in names), "verify_draft.metal", "verify_tree.h"]
+    files = [ROOT / "metal" / name for name in [*names, "verify_tree.metal"]]
     subprocess.run(
         ["cmake", "-DNAME=verify_draft_source", f"-DOUTPUT={build / 'verify_draft_source.h'}",
          "-DFILES=" + ";".join(map(str, files)), "-P", ROOT / "cmake/embed_shader.cmake"],

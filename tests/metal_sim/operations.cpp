@@ -18,7 +18,8 @@ void Sample::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::arra
 }
 
 void VerifyTree::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) {
-  eval_gpu(inputs, outputs); // says that there is none
+  prepare(inputs, outputs);
+  metal_sim::evaluate(name(), stream(), inputs, outputs, [&] { eval_gpu(inputs, outputs); });
 }
 
 } // namespace exactspec

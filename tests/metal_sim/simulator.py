@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import importlib
 import importlib.machinery
 import importlib.util
 import shutil
@@ -88,13 +89,12 @@ def changed_shader(change: Callable[[str], str]) -> Iterator[None]:
         controls.clear_library(LIBRARY)
 
 
-def _operation(name: str):
+def _operation(name: str, module: str = "exactspec.ops"):
     def call(*args, **kwargs):
-        from exactspec import ops
-
+        operations = importlib.import_module(module)
         _controls()
-        with mock.patch.object(ops, "_ext", _module("_ext")):
-            return getattr(ops, name)(*args, **kwargs)
+        with mock.patch.object(operations, "_ext", _module("_ext")):
+            return getattr(operations, name)(*args, **kwargs)
 
     call.__name__ = name
     call.__doc__ = f"``exactspec.{name}``, evaluated by the Metal host code and shaders."
@@ -103,6 +103,7 @@ def _operation(name: str):
 
 verify_draft = _operation("verify_draft")
 sample = _operation("sample")
+verify_tree = _operation("verify_tree", "exactspec.tree")
 
 
 @contextlib.contextmanager
