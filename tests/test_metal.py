@@ -442,9 +442,7 @@ def test_dispatches_and_device_bytes_of_trees(
     """Rows that must be read: the target's, and those of a dense draft that have children; only
     along the path in the variant of one threadgroup."""
     vocab_size = 152064
-    target, tokens, arguments = tree_problem(
-        1, vocab_size, kind, FILTERS[name], dtype, replacement
-    )
+    target, tokens, arguments = tree_problem(1, vocab_size, kind, FILTERS[name], dtype, replacement)
     del arguments["logprobs"]
     _, path, *_ = run(target, tokens, arguments, (variant, 0, "forward"), shadow=False)
     (call,) = simulator.take_calls()
