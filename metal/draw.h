@@ -30,28 +30,32 @@ inline int draw_block(const device float* mass, int num_blocks, float u, ushort 
   return block;
 }
 
-// The same for the ids of a block, from their weights; -1 if there is no mass.
-inline int draw_held(const thread float* w, int block, float u, ushort lane) {
+// The same for the ids of a block, whose weights come in chunks; -1 if there is no mass.
+template <typename Chunks>
+inline int draw_id(Chunks chunks, int block, float u, ushort lane) {
   float total = 0;
-  UNROLLED(c, CHUNKS) {
-    total += simd_shuffle(inclusive_scan(run_sum(w + c * READS), lane), LANES - 1);
+  ROLLED(c, CHUNKS) {
+    float w[READS];
+    chunks.take(c, w);
+    total += simd_shuffle(inclusive_scan(run_sum(w), lane), LANES - 1);
   }
   float threshold = u * total;
   float before = 0;
   int drawn = -1;
   int last = -1;
-  UNROLLED(c, CHUNKS) {
-    float sum = run_sum(w + c * READS);
+  ROLLED(c, CHUNKS) {
+    float w[READS];
+    chunks.take(c, w);
+    float sum = run_sum(w);
     float to = before + inclusive_scan(sum, lane);
     float from = to - sum;
     uint chosen = first_lane(sum > 0 && to > threshold, lane);
     int mine = -1;
     int my_last = -1;
     UNROLLED(j, READS) {
-      float v = w[c * READS + j];
-      from += v;
-      my_last = v > 0 ? j : my_last;
-      mine = mine < 0 && v > 0 && from > threshold ? j : mine;
+      from += w[j];
+      my_last = w[j] > 0 ? j : my_last;
+      mine = mine < 0 && w[j] > 0 && from > threshold ? j : mine;
     }
     mine = mine < 0 ? my_last : mine;
     if (chosen < LANES) {

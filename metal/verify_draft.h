@@ -639,8 +639,8 @@ struct Sequence {
     return simd_any(touched);
   }
 
-  // The probabilities of the draft at a block's ids, subtracted from w so many times.
-  void subtract_draft(int slot, Distribution draft, float times, int block, thread float* w) const {
+  // The probabilities of the draft at a block's ids, subtracted from w.
+  void subtract_draft(int slot, Distribution draft, int block, thread float* w) const {
     if (dense()) {
       float y[HELD];
       if (has_vocab) {
@@ -652,7 +652,7 @@ struct Sequence {
       float scale = has_vocab ? 1.0f : draft.scale();
       UNROLLED(i, HELD) {
         // Behind the end of the draft's row a load gives -inf, whose weight is 0.
-        w[i] -= y[i] > 0 ? y[i] * scale * times : 0.0f;
+        w[i] -= y[i] > 0 ? y[i] * scale : 0.0f;
       }
       return;
     }
@@ -662,7 +662,7 @@ struct Sequence {
         continue;
       }
       int held = held_at(id, lane);
-      float prob = entry_prob(slot, e) * times;
+      float prob = entry_prob(slot, e);
       UNROLLED(i, HELD) {
         w[i] -= i == held ? prob : 0.0f;
       }
@@ -691,7 +691,7 @@ struct Sequence {
       UNROLLED(j, HELD) {
         w[j] *= scale;
       }
-      subtract_draft(from.slot, from.draft, 1, block, w);
+      subtract_draft(from.slot, from.draft, block, w);
       UNROLLED(j, HELD) {
         w[j] = w[j] > 0 ? w[j] : 0.0f;
       }
@@ -749,7 +749,7 @@ struct Sequence {
     }
     float w[HELD];
     draw_weights(from, block, w);
-    return draw_held(w, block, noise().pair(1), lane);
+    return draw_id(HeldBlock{w}, block, noise().pair(1), lane);
   }
 
   float token_logprob(int i, int id, Distribution target) const {
@@ -871,7 +871,7 @@ struct Sequence {
       UNROLLED(j, HELD) {
         d[j] = 0;
       }
-      subtract_draft(slot, draft, 1, block, d);
+      subtract_draft(slot, draft, block, d);
       UNROLLED(j, HELD) {
         w[j] = min(w[j] * scale, -d[j]);
       }

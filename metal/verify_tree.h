@@ -29,6 +29,16 @@ struct Branch {
   int num_removed; // ids that have left the draft
 };
 
+// What is left of a block, chunk by chunk.
+template <typename Tree>
+struct LeftBlock {
+  Tree tree;
+  Branch branch;
+  int block;
+
+  void take(int c, thread float* w) const { tree.left_chunk(branch, block, c, w); }
+};
+
 struct Tree {
   Sequence sequence;
   const device int* parents;
@@ -144,39 +154,46 @@ struct Tree {
     }
   }
 
-  // The same at a block's ids.
-  void load_left(Branch branch, int block, thread float* w) const {
-    load_block(sequence.target_row(branch.row), block, true, sequence.lane, w);
-    branch.target.weights(block, sequence.lane, w);
+  // The same of a sparse draft, taken off w.
+  void take_entries(Branch branch, int block, int chunk, thread float* w) const {
+    for (int e = 0; e < sequence.num_entries(); ++e) {
+      int id = sequence.entry_id(branch.row, e);
+      int held = id >= 0 && id / DRAW_BLOCK == block ? held_at(id, sequence.lane) : -1;
+      float prob = sequence.entry_prob(branch.row, e) * branch.taken;
+      UNROLLED(j, READS) {
+        w[j] -= chunk * READS + j == held ? prob : 0.0f;
+      }
+    }
+  }
+
+  // What is left at the ids of a lane's chunk, unnormalised. By chunks, since a whole block of weights
+  // does not fit into registers beside the walk.
+  void left_chunk(Branch branch, int block, int chunk, thread float* w) const {
+    int first = held_id(block, chunk, sequence.lane);
+    sequence.target_row(branch.row).load(first, true, w);
     float scale = branch.target.scale();
-    UNROLLED(j, HELD) {
-      w[j] *= scale;
+    UNROLLED(j, READS) {
+      w[j] = branch.target.weight(w[j], first + j) * scale;
     }
     if (branch.taken > 0) {
       if (sequence.dense()) {
-        // Two whole blocks do not fit into registers beside the walk.
-        ROLLED(c, CHUNKS) {
-          float y[READS];
-          draft_probs(branch, block, c, y);
-          UNROLLED(j, HELD) {
-            w[j] -= j / READS == c ? y[j % READS] * branch.taken : 0.0f;
-          }
+        float y[READS];
+        draft_probs(branch, block, chunk, y);
+        UNROLLED(j, READS) {
+          w[j] -= y[j] * branch.taken;
         }
       } else {
-        sequence.subtract_draft(branch.row, branch.draft, branch.taken, block, w);
+        take_entries(branch, block, chunk, w);
       }
-      UNROLLED(j, HELD) {
+      UNROLLED(j, READS) {
         w[j] = w[j] > 0 ? w[j] : 0.0f;
       }
     }
     for (int i = 0; i < branch.num_removed; ++i) {
-      int id = removed_id(i);
-      if (id / DRAW_BLOCK == block) {
-        int held = held_at(id, sequence.lane);
-        float value = removed[i].y;
-        UNROLLED(j, HELD) {
-          w[j] = j == held ? value : w[j];
-        }
+      int place = removed_id(i) - first;
+      float value = removed[i].y;
+      UNROLLED(j, READS) {
+        w[j] = j == place ? value : w[j];
       }
     }
   }
@@ -201,9 +218,13 @@ struct Tree {
       bool has_weight = exp((partial.x - target.max) / target.temperature) * target.scale() > 0;
       return has_weight ? rescaled(partial, target.max, target.temperature) * target.scale() : 0.0f;
     }
-    float w[HELD];
-    load_left(branch, block, w);
-    return block_sum(w);
+    float sum = 0;
+    ROLLED(c, CHUNKS) {
+      float w[READS];
+      left_chunk(branch, block, c, w);
+      sum += run_sum(w);
+    }
+    return tree_sum(sum);
   }
 
   // Masses of what is left after a token was rejected, and their sum; by the whole threadgroup.
@@ -295,13 +316,13 @@ struct Tree {
         float2 partial = sequence.row_partials(r)[block].xy;
         mass = rescaled(partial, branch.draft.max, branch.draft.temperature);
       } else {
-        float w[HELD];
-        load_block(source, block, false, sequence.lane, w);
-        branch.draft.weights(block, sequence.lane, w);
-        for (int i = 0; i < branch.num_removed; ++i) {
-          clear_columns(block, removed_id(i), w);
+        float sum = 0;
+        ROLLED(c, CHUNKS) {
+          float w[READS];
+          kept_columns(branch, source, block, c, w);
+          sum += run_sum(w);
         }
-        mass = block_sum(w);
+        mass = tree_sum(sum);
       }
       if (sequence.lane == 0) {
         sequence.block_floats(r)[block] = mass;
@@ -323,23 +344,19 @@ struct Tree {
     return simd_any(found);
   }
 
-  // Sets an id's columns among those of a block to 0.
-  void clear_columns(int block, int id, thread float* w) const {
-    if (!has_vocab) {
-      int held = id / DRAW_BLOCK == block ? held_at(id, sequence.lane) : -1;
-      UNROLLED(j, HELD) {
-        w[j] = j == held ? 0.0f : w[j];
-      }
-      return;
+  // Weights of a chunk of the draft's columns; 0 where the id has left the draft.
+  void kept_columns(Branch branch, Row source, int block, int chunk, thread float* w) const {
+    int first = held_id(block, chunk, sequence.lane);
+    source.load(first, false, w);
+    UNROLLED(j, READS) {
+      w[j] = branch.draft.weight(w[j], first + j);
     }
-    ROLLED(c, CHUNKS) {
-      bool is_id[READS];
-      UNROLLED(j, READS) {
-        int column = held_id(block, c, sequence.lane) + j;
-        is_id[j] = column < sequence.in.params->draft_width && sequence.column_id(column) == id;
-      }
-      UNROLLED(j, HELD) {
-        w[j] = j / READS == c && is_id[j % READS] ? 0.0f : w[j];
+    UNROLLED(j, READS) {
+      int column = first + j;
+      bool inside = column < sequence.in.params->draft_width;
+      int id = has_vocab && inside ? sequence.column_id(column) : column;
+      for (int i = 0; i < branch.num_removed; ++i) {
+        w[j] = inside && removed_id(i) == id ? 0.0f : w[j];
       }
     }
   }
@@ -382,9 +399,7 @@ struct Tree {
       int num_blocks = sequence.target_row(branch.row).num_blocks();
       const device float* mass = sequence.block_floats(branch.row);
       int block = draw_block(mass, num_blocks, noise.pair(0), sequence.lane);
-      float w[HELD];
-      load_left(branch, block, w);
-      id = draw_held(w, block, noise.pair(1), sequence.lane);
+      id = draw_id(LeftBlock<Tree>{*this, branch, block}, block, noise.pair(1), sequence.lane);
     }
     return id;
   }
