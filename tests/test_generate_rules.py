@@ -8,7 +8,7 @@ import pytest
 from exactspec import Cascade, Sampling, Typical
 from exactspec.cached_model import CachedModel
 from exactspec.drafters import Draft, Drafter, DraftModel, DraftTree, PromptLookup
-from exactspec.generate import generate
+from exactspec.generate import generate, stream_generate
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from toy_models import NEAR_TIE, TableModel, first_difference_gap, tiny_llama, toy_tokenizer
 
@@ -98,13 +98,15 @@ def test_lossy_rules_accept_more_and_say_so(rule):
     assert exact.statistics.exact and not lossy.statistics.exact
     assert lossy.statistics.acceptance_rate > exact.statistics.acceptance_rate
     greedy = {"max_tokens": 40, "sampling": Sampling(temperature=0)}
-    assert run(target, drafter=drafter, rule=rule, **greedy).tokens == run(target, **greedy).tokens
+    lossy = run(target, drafter=drafter, rule=rule, **greedy)
+    assert lossy.tokens == run(target, **greedy).tokens and lossy.statistics.exact
+    assert run(target, rule=rule, max_tokens=5).statistics.exact  # no draft was judged
 
 
 @pytest.mark.parametrize(
     ("drafter", "rule", "message"),
     [
-        (PromptLookup(), Cascade(), r"\[PromptLookup\] rule: expected .*certain drafts"),
+        (PromptLookup(), Cascade(), r"\[PromptLookup\] rule: expected .*does not read"),
         (PromptLookup(num_branches=2), "block", r"\[PromptLookup\] rule: .*'token' for a tree"),
         (PromptLookup(num_branches=2), "coupled", r"\[PromptLookup\] rule: expected 'token'"),
         (DraftTree(tiny_llama(), TOKENIZER), Typical(), r"\[DraftTree\] rule: expected 'token'"),
@@ -238,11 +240,90 @@ def test_a_tree_needs_a_cache_that_holds_one():
 
 def test_a_tree_that_is_too_deep():
     class Deep(Drafter):
+        proposes_trees = True
+
         def draft(self, limit, key):
             return Draft(mx.array([1, 2, 3]), parents=[-1, 0, 1])
 
     with pytest.raises(ValueError, match=r"expected at most 1 draft tokens in a row .* got 3"):
         run(tiny_llama(), max_tokens=2, drafter=Deep())
+
+
+class Proposer(Drafter):
+    """Returns what it is given."""
+
+    proposes_trees = True
+
+    def __init__(self, proposal):
+        self.proposal = proposal
+
+    def draft(self, limit, key):
+        return self.proposal
+
+
+@pytest.mark.parametrize(
+    ("proposal", "error", "message"),
+    [
+        (None, TypeError, "expected a Draft of Proposer, got NoneType"),
+        (Draft([1, 2]), TypeError, r"expected draft_tokens that are an array \[K\] .* got list"),
+        (Draft(mx.array([[1]])), TypeError, r"got \[1, 1\]"),
+        (Draft(mx.array([1, 2]), parents=[-1]), ValueError, "2 parents of Proposer, got 1"),
+        (Draft(mx.array([1, 2]), parents=[-1, 1]), ValueError, "parent of node 1 .* got 1"),
+        (Draft(mx.array([1, 2]), parents=[-1, -2]), ValueError, "parent of node 1 .* got -2"),
+        (Draft(mx.array([1]), parents=mx.array([-1])), TypeError, "sequence of integers"),
+        (Draft(mx.ones((300,)), parents=[-1] * 300), ValueError, "at most 254 .* got 300"),
+    ],
+)  # fmt: skip
+def test_what_a_drafter_must_not_return(proposal, error, message):
+    with pytest.raises(error, match=r"\[stream_generate\] drafter: .*" + message):
+        run(tiny_llama(), max_tokens=8, drafter=Proposer(proposal))
+
+
+def test_a_tree_of_nothing():
+    target = tiny_llama()
+    plain = run(target, max_tokens=8, sampling=Sampling(0))
+    none = mx.zeros((0,), mx.int32)
+    for proposal in (Draft(none, parents=[]), Draft(mx.array([-1, -1]), parents=[-1, -1])):
+        tree = run(target, max_tokens=8, sampling=Sampling(0), drafter=Proposer(proposal))
+        assert tree.tokens == plain.tokens and set(tree.sources) == {"bonus"}
+        assert tree.statistics.drafted == 0
+
+
+class FailingLayer:
+    """A layer that fails after some calls, when the layers before it have grown their caches."""
+
+    def __init__(self, layer, calls):
+        self.layer, self.calls = layer, calls
+        self.use_sliding = layer.use_sliding
+
+    def __call__(self, *args):
+        self.calls -= 1
+        if self.calls < 0:
+            raise KeyboardInterrupt
+        return self.layer(*args)
+
+
+@pytest.mark.parametrize("calls", [0, 1, 2, 4])
+@pytest.mark.parametrize("kind", ["plain", "chain", "tree"])
+def test_a_forward_that_fails_half_way_leaves_the_text_in_the_cache(kind, calls):
+    target = tiny_llama()
+    cache = make_prompt_cache(target)
+    lookup = {"chain": PromptLookup(min_ngram=1), "tree": PromptLookup(num_branches=3, min_ngram=1)}
+    yielded = []
+    stream = stream_generate(
+        *(target, TOKENIZER, PROMPT),
+        drafter=lookup.get(kind),
+        stop_tokens=(),
+        max_tokens=30,
+        prompt_cache=cache,
+    )
+    yielded.append(next(stream).token)
+    target.layers[1] = FailingLayer(target.layers[1], calls)
+    with pytest.raises(KeyboardInterrupt):
+        yielded += [item.token for item in stream]
+    # What was pending could not be fed by the broken model.
+    assert len({layer.offset for layer in cache}) == 1
+    assert cache[0].offset in range(len(PROMPT) + len(yielded) - 5, len(PROMPT) + len(yielded) + 1)
 
 
 @pytest.mark.parametrize(

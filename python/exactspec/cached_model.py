@@ -78,13 +78,22 @@ class CachedModel:
         return logits
 
     def check_tree(self, op: str) -> None:
-        """Raise ``ValueError`` if the cache cannot hold a tree."""
+        """Raise ``ValueError`` if the cache cannot hold a tree, or the model not see one."""
         classes = {type(cache).__name__ for cache in self.cache if type(cache) is not KVCache}
         if classes:
             raise ValueError(
                 f"[{op}] prompt_cache: expected KVCache in every layer to draft a tree, got "
                 f"{', '.join(sorted(classes))}"
             )
+        visible = mx.ones((2, 2), mx.bool_)
+        layers = [_TreeLayer(KVCache(), mx.zeros((2,), mx.int32), visible) for _ in self.cache]
+        try:
+            self.model(mx.zeros((2, 1), mx.int32), cache=layers)  # never evaluated
+        except Exception as error:
+            raise ValueError(
+                f"[{op}] model: expected one that takes sequences with masks and positions of "
+                f"their own, to draft a tree, got {type(self.model).__module__} ({error})"
+            ) from error
 
     def feed_tree(self, drafts: mx.array, parents: Sequence[int]) -> mx.array:
         """As ``feed``, for drafts that are nodes of a tree, which may come in several pieces.
@@ -102,13 +111,14 @@ class CachedModel:
         """
         num_pending, known = len(self.pending), self.num_drafts
         start = self.cache[0].offset - known  # of the pending tokens
+        ancestors = self._ancestors[:]
         for index, parent in enumerate(parents):
-            before = [] if parent < 0 else self._ancestors[parent]
-            self._ancestors.append([*before, known + index])
+            before = [] if parent < 0 else ancestors[parent]
+            ancestors.append([*before, known + index])
         # What each token sees behind the cached text: pending ones a chain, drafts their ancestors.
         seen = [list(range(i + 1)) for i in range(num_pending)]
         text = list(range(num_pending))
-        seen += [text + [num_pending + i for i in line] for line in self._ancestors[known:]]
+        seen += [text + [num_pending + i for i in line] for line in ancestors[known:]]
         positions = mx.array([start + len(line) - 1 for line in seen], mx.int32)
         end = num_pending + known + len(parents)
         rows = [[int(i in set(line)) for i in range(end)] for line in seen]
@@ -116,9 +126,11 @@ class CachedModel:
         layers = [_TreeLayer(cache, positions, visible) for cache in self.cache]
         tokens = mx.concatenate([mx.array(self.pending, mx.int32), drafts.astype(mx.int32)])
         tokens = mx.minimum(tokens, self.vocab_size - 1)
+        logits = self._call(tokens[:, None], layers)[:, 0]
         self.pending = []
         self.num_drafts += len(parents)
-        return self.model(tokens[:, None], cache=layers)[:, 0]
+        self._ancestors = ancestors
+        return logits
 
     def settle(
         self, tokens: list[int], num_accepted: int, path: Sequence[int] | None = None
@@ -160,7 +172,18 @@ class CachedModel:
         # must not index past this model's embedding; what they are replaced by does not matter,
         # since no text that is kept depends on it.
         tokens = mx.minimum(tokens, self.vocab_size - 1)
-        return self.model(tokens[None], cache=self.cache)[0]
+        return self._call(tokens[None], self.cache)[0]
+
+    def _call(self, tokens: mx.array, cache: list[Any]) -> mx.array:
+        """Call the model; if it fails half-way, every layer's cache is what it was."""
+        before = [getattr(layer, "offset", None) for layer in self.cache]
+        try:
+            return self.model(tokens, cache=cache)
+        except BaseException:
+            for layer, offset in zip(self.cache, before):
+                if offset is not None and layer.offset != offset and layer.is_trimmable():
+                    layer.trim(layer.offset - offset)
+            raise
 
 
 def _untrimmable(cache: Any, num_tokens: int) -> list[str]:

@@ -109,7 +109,8 @@ def generate(
         str,
         typer.Option(
             help="How drafts are accepted: token, block or coupled; lossy are "
-            "typical[:EPSILON[:DELTA]] and cascade[:ALPHA]."
+            "typical[:EPSILON[:DELTA]] (0.09, 0.3) and, with --draft-model, cascade[:ALPHA] (0). "
+            "Trees of drafts need token."
         ),
     ] = "token",
     adaptive: Annotated[
@@ -154,6 +155,11 @@ def generate(
         if compare and drafter is DrafterName.none:
             raise ValueError("--compare: expected a drafter to compare, got --drafter none")
         acceptance = _parse_rule(rule)
+        is_tree = widths is not None or (num_branches or 1) > 1
+        if is_tree and acceptance != "token":
+            raise ValueError(f"--rule: expected token for a tree of drafts, got {rule!r}")
+        if isinstance(acceptance, Cascade) and draft_model is None:
+            raise ValueError(f"--rule: expected --draft-model with it, got {rule!r} without")
         if compare and acceptance == "coupled" and seed is None:
             seed = secrets.randbits(32)  # both texts are made of the same noise
         proposer, drafter_name = _make_drafter(
@@ -287,6 +293,7 @@ def _make_drafter(
         given = {
             "--num-draft-tokens": num_draft_tokens,
             "--num-branches": num_branches,
+            "--widths": widths,
             "--adaptive": adaptive or None,
         }
         for option, value in given.items():

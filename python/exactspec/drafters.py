@@ -67,11 +67,15 @@ class Drafter:
 
     Any proposal leaves the distribution of the text exact, as long as each token was drawn from
     the distribution handed over with it, with randomness of its own, and the number of tokens
-    does not depend on the value of a token that was left out.
+    does not depend on the value of a token that was left out. The children of a tree's node are
+    drawn independently of one another, or certain.
     """
 
     # The most tokens proposed at once.
     num_draft_tokens: int = MAX_DRAFT_TOKENS
+
+    # Whether ``draft`` may return a tree: the target is then checked to take one.
+    proposes_trees: bool = False
 
     # The statistics of the text that the drafter serves; set and compared by the loop.
     _serves: Any = None
@@ -130,6 +134,7 @@ def propose(drafter: Drafter, limit: int, key: mx.array) -> Draft:
     if limit == 0:
         return no_draft()
     draft = drafter.draft(limit, key)
+    _check_draft(type(drafter).__name__, draft, drafter.proposes_trees)
     depth = max(depths(draft), default=0)
     if depth > limit:
         raise ValueError(
@@ -137,6 +142,34 @@ def propose(drafter: Drafter, limit: int, key: mx.array) -> Draft:
             f"{type(drafter).__name__}, got {depth}"
         )
     return draft
+
+
+def _check_draft(name: str, draft: Any, proposes_trees: bool) -> None:
+    """Raise ``TypeError`` or ``ValueError`` for what a drafter must not return."""
+
+    def expected(what: str, got: Any) -> str:
+        return f"[stream_generate] drafter: expected {what} of {name}, got {got}"
+
+    if not isinstance(draft, Draft):
+        raise TypeError(expected("a Draft", type(draft).__name__))
+    tokens, parents = draft.draft_tokens, draft.parents
+    if parents is not None and not proposes_trees:
+        raise ValueError(expected("proposes_trees = True to draft a tree", "False"))
+    if not isinstance(tokens, mx.array) or tokens.ndim != 1:
+        got = list(tokens.shape) if isinstance(tokens, mx.array) else type(tokens).__name__
+        raise TypeError(expected("draft_tokens that are an array [K]", got))
+    if tokens.size > MAX_DRAFT_TOKENS:
+        raise ValueError(expected(f"at most {MAX_DRAFT_TOKENS} draft tokens", tokens.size))
+    if parents is None:
+        return
+    if isinstance(parents, mx.array) or not all(isinstance(p, int) for p in parents):
+        raise TypeError(expected("parents that are a sequence of integers", repr(parents)))
+    if len(parents) != tokens.size:
+        raise ValueError(expected(f"{tokens.size} parents", len(parents)))
+    for node, parent in enumerate(parents):
+        if not -1 <= parent < node:
+            what = f"a parent of node {node} that is an earlier node or -1"
+            raise ValueError(expected(what, parent))
 
 
 def depths(draft: Draft) -> list[int]:
@@ -185,6 +218,7 @@ class PromptLookup(Drafter):
         _check_integer("PromptLookup", "max_ngram", max_ngram, min_ngram)
         self.num_draft_tokens = num_draft_tokens
         self.num_branches = num_branches
+        self.proposes_trees = num_branches > 1
         self.max_ngram = max_ngram
         self.min_ngram = min_ngram
 
@@ -391,6 +425,8 @@ class DraftTree(_ModelDrafter):
             another tokenizer, or a rule other than ``"token"``.
     """
 
+    proposes_trees = True
+
     def __init__(
         self,
         model: Any,
@@ -399,6 +435,10 @@ class DraftTree(_ModelDrafter):
         *,
         prompt_cache: list[Any] | None = None,
     ):
+        if not isinstance(widths, Sequence) or isinstance(widths, str):
+            raise TypeError(
+                f"[DraftTree] widths: expected a sequence of integers, got {type(widths).__name__}"
+            )
         widths = tuple(widths)
         for width in widths:
             _check_integer("DraftTree", "widths", width, 1)
@@ -464,7 +504,10 @@ def _check_rule_fits(op: str, rule: Rule, is_tree: bool) -> None:
     if is_tree and rule != "token":
         raise ValueError(f"[{op}] rule: expected 'token' for a tree of drafts, got {rule!r}")
     if isinstance(rule, Cascade):
-        raise ValueError(f"[{op}] rule: expected one that fits certain drafts, got {rule!r}")
+        raise ValueError(
+            f"[{op}] rule: expected one that does not read the draft's distribution (these drafts "
+            f"have none; DraftModel's do), got {rule!r}"
+        )
 
 
 class Adaptive(Drafter):
@@ -492,8 +535,12 @@ class Adaptive(Drafter):
                 f"{type(drafter).__name__}"
             )
         self.drafter = drafter
-        self.num_draft_tokens = drafter.num_draft_tokens
+        self.num_draft_tokens = min(drafter.num_draft_tokens, MAX_DRAFT_TOKENS)
         self._length = DraftLength(self.num_draft_tokens)
+
+    @property
+    def proposes_trees(self) -> bool:
+        return self.drafter.proposes_trees
 
     @property
     def _serves(self) -> Any:

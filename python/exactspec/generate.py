@@ -14,7 +14,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from .cached_model import CachedModel
 from .drafters import MAX_DRAFT_TOKENS, Draft, Drafter, depths, propose
 from .ops import PLACEHOLDER_TOKEN, Status, verify_draft
-from .rules import EXACT_RULES, Rule, check_rule, is_exact
+from .rules import EXACT_RULES, Rule, Typical, check_rule, is_exact
 from .sampling import Sampling, check_sampling
 from .tree import verify_tree
 
@@ -52,7 +52,8 @@ class Statistics:
         prompt_time: for all of them but the last, which is part of the first cycle.
         generated_tokens: tokens yielded.
         generation_time: in cycles.
-        exact: whether the text is a sample of the target: false under a lossy rule.
+        exact: whether the text is a sample of the target: false once a lossy rule has judged a
+            draft at a temperature above 0.
         cycles: number of cycles.
         slot_drafted: ``slot_drafted[i]`` cycles had a draft token in slot i.
         slot_accepted: in ``slot_accepted[i]`` cycles the token of slot i was accepted, and so
@@ -250,13 +251,15 @@ def stream_generate(
         drafter = Drafter()
     else:
         target.check_trimmable("stream_generate", len(prompt) + max_tokens)
+        if drafter.proposes_trees:
+            target.check_tree("stream_generate")
     if stop_tokens is None:
         stop_tokens = tokenizer.eos_token_ids
     else:
         stop_tokens = _token_ids("stop_tokens", "token ids", stop_tokens)
     stop_tokens = frozenset(stop_tokens)
     detokenizer = tokenizer.detokenizer
-    statistics = Statistics(prompt_tokens=len(prompt), exact=is_exact(rule))
+    statistics = Statistics(prompt_tokens=len(prompt))
     clock = _PhaseClock(statistics, profile)
     if seed is None:
         key = mx.random.randint(0, 2**31 - 1, (2,)).astype(mx.uint32)
@@ -308,7 +311,9 @@ def stream_generate(
                 num_accepted, path = cycle.num_accepted, cycle.path
                 items = _stream(cycle, room, stop_tokens, detokenizer, statistics)
                 seconds = time.perf_counter() - start
-                statistics._count_cycle(cycle.num_drafts, num_accepted, seconds)
+                # An accepted draft behind a stop token is no text.
+                statistics._count_cycle(cycle.num_drafts, min(num_accepted, len(items)), seconds)
+                statistics.exact &= cycle.exact
                 drafter.observe(cycle.num_drafts, num_accepted, seconds)
                 for item in items:
                     finish_reason = item.finish_reason
@@ -361,6 +366,7 @@ class _Cycle(NamedTuple):
     num_drafts: int
     num_accepted: int
     path: list[int] | None  # of a tree: the accepted nodes
+    exact: bool
     error: NonFiniteLogitsError | None
 
 
@@ -368,7 +374,6 @@ def _feed(target: CachedModel, draft: Draft) -> mx.array:
     """The rows of logits that judge the draft: of the text's last token, then of each draft."""
     if draft.parents is None:
         return target.feed(draft.draft_tokens)
-    target.check_tree("stream_generate")
     return target.feed_tree(draft.draft_tokens, draft.parents)
 
 
@@ -418,23 +423,26 @@ def _verify(
     is_complete = num_accepted == num_drafts
     if path is not None:
         path = path[:num_accepted]
-        num_drafts = max(depths(draft))
-        is_complete = (path[-1] if path else -1) not in draft.parents
-    # The status of the draft row that ended the draft. A row after that was not reached.
-    if draft_status and num_accepted < len(drafts):
+        used = [drafted != PLACEHOLDER_TOKEN for drafted in drafts]
+        num_drafts = max((depth for depth, u in zip(depths(draft), used) if u), default=0)
+        end = path[-1] if path else -1
+        is_complete = not any(u and parent == end for parent, u in zip(draft.parents, used))
+    # Below the smallest normal float32 a temperature counts as 0, and then no draft row is read.
+    is_greedy = temperature < 2**-126
+    reads_draft = not is_greedy and rule != "coupled" and not isinstance(rule, Typical)
+    # The status of the draft row that ended the draft, if the text came to it: a row that the rule
+    # does not read ends the draft only, as do rows of a tree, where other nodes go on.
+    drawn = 0
+    if draft_status and path is None and num_accepted < len(drafts):
         drawn = draft_status[num_accepted]
-    else:
-        drawn = 0
     if (status | drawn) & Status.BAD_PARAMETER:
         raise ValueError(
             "[stream_generate] sampling: expected finite parameters in range, got an array with "
             "NaN, an infinite or a negative value"
         )
-    # Below the smallest normal float32 a temperature counts as 0, and then no draft row is read.
-    is_greedy = temperature < 2**-126
     if status & Status.NON_FINITE_TARGET:
         error = NonFiniteLogitsError(0, num_accepted, "target")
-    elif status & Status.BAD_DRAFT or drawn & Status.NON_FINITE_TARGET and not is_greedy:
+    elif status & Status.BAD_DRAFT or drawn & Status.NON_FINITE_TARGET and reads_draft:
         error = NonFiniteLogitsError(0, num_accepted, "draft")
     else:
         error = None
@@ -447,6 +455,7 @@ def _verify(
         num_drafts,
         num_accepted,
         path,
+        is_exact(rule) or is_greedy or num_drafts == 0,
         error,
     )
 

@@ -48,7 +48,7 @@ class Cascade(NamedTuple):
 
 Rule = Union[str, Typical, Cascade]
 
-_LIMITS = {"epsilon": (0.0, 1.0), "delta": (0.0, math.inf), "alpha": (-1.0, 1.0)}
+_LIMITS = {"epsilon": (0.0, 1.0), "delta": (0.0, 3.4e38), "alpha": (-1.0, 1.0)}
 
 
 def check_rule(op: str, rule, names: tuple[str, ...]) -> None:
