@@ -5,6 +5,7 @@
 #include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
+#include "exp_sum.h"
 #include "sample.h"
 #include "verify_draft.h"
 #include "verify_tree.h"
@@ -188,6 +189,17 @@ NB_MODULE(_ext, m) {
       "logprobs"_a,
       "stream"_a.none(),
       nb::call_guard<nb::gil_scoped_release>());
+
+  m.def("instruction_set", &instruction_set, "Of the vector loops: EXACTSPEC_ISA may ask for less.");
+  m.def(
+      "exp_sum_seconds",
+      &exp_sum_seconds,
+      "n"_a,
+      "repeats"_a,
+      nb::call_guard<nb::gil_scoped_release>(),
+      "Seconds for the weights of n float32 logits and their sum: the least of `repeats` runs.\n\n"
+      "The logits stay in the first-level cache, and as many threads take part as in an operation:\n"
+      "the limit of this machine for operations that must take n exponentials.");
 
 #ifdef EXACTSPEC_METAL
   m.def(

@@ -1,7 +1,9 @@
 #include "threads.h"
 
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
+#include <cstdlib>
 #include <mutex>
 #include <system_error>
 #include <thread>
@@ -13,10 +15,16 @@ namespace {
 
 thread_local bool inside_parallel_for = false;
 
+// The cores this process may run on when it is first needed, or EXACTSPEC_THREADS, for tests.
+int count_threads() {
+  const char* wanted = std::getenv("EXACTSPEC_THREADS");
+  int count = wanted == nullptr ? 0 : std::atoi(wanted);
+  return count > 0 ? count : std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
+}
+
 class Workers {
  public:
-  Workers() {
-    int count = static_cast<int>(std::thread::hardware_concurrency()) - 1;
+  explicit Workers(int count) {
     try {
       for (int i = 0; i < count; ++i) {
         std::thread([this] { work(); }).detach();
@@ -92,14 +100,15 @@ class Workers {
 } // namespace
 
 void parallel_for(int n, const std::function<void(int)>& fn) {
-  if (n <= 1 || inside_parallel_for) {
+  static const int num_threads = count_threads();
+  if (n <= 1 || num_threads == 1 || inside_parallel_for) {
     for (int i = 0; i < n; ++i) {
       fn(i);
     }
     return;
   }
   // Never destroyed: workers outlive static destructors at exit.
-  static auto* workers = new Workers();
+  static auto* workers = new Workers(num_threads - 1);
   workers->run(n, fn);
 }
 
