@@ -21,6 +21,10 @@ struct BlockOps {
   // Largest value, or -inf for an empty block; `bad` is set when a value is NaN or +inf.
   float (*max)(const float* x, int n, bool* bad);
 
+  // Sum of the weights and the largest value, where by.max may be another value of the row and nothing
+  // is cut. The sum is NaN where a value is, and good while (largest - max) / temperature <= 40.
+  double (*max_weight_sum)(const float* x, int n, const Weighting& by, float* max);
+
   void (*weights)(const float* x, int n, const Weighting& by, float* w);
 
   // Sum of the weights, which have the same bits as those of `weights`.

@@ -104,25 +104,28 @@ INLINE void for_each_vector(int n, Step step) {
   }
 }
 
+typedef float Lanes __attribute__((vector_size(4 * kLanes)));
+typedef double DoubleLanes __attribute__((vector_size(8 * kLanes)));
+
 // Sum of value(i, count) in a fixed order: 16 float32 lanes over 256 values, the rest in double.
 template <typename Value>
 INLINE double sum_of(int n, Value value) {
-  double total[kLanes] = {};
+  DoubleLanes total{};
   for (int start = 0; start < n; start += kChunk) {
-    Floats lanes[kParts] = {};
+    Floats parts[kParts] = {};
     int end = least(start + kChunk, n);
     int i = start;
     for (; i + kLanes <= end; i += kLanes) {
       for (int part = 0; part < kParts; ++part) {
-        lanes[part] += value(i + part * kWidth, kWidth);
+        parts[part] += value(i + part * kWidth, kWidth);
       }
     }
     for (int part = 0; part < kParts && i < end; ++part, i += kWidth) {
-      lanes[part] += value(i, least(end - i, kWidth));
+      parts[part] += value(i, least(end - i, kWidth));
     }
-    for (int j = 0; j < kLanes; ++j) {
-      total[j] += static_cast<double>(lanes[j / kWidth][j % kWidth]);
-    }
+    Lanes lanes;
+    __builtin_memcpy(&lanes, parts, sizeof(lanes));
+    total += __builtin_convertvector(lanes, DoubleLanes);
   }
   double sum = 0;
   for (int j = 0; j < kLanes; ++j) {
@@ -131,52 +134,74 @@ INLINE double sum_of(int n, Value value) {
   return sum;
 }
 
+float next_up(float x) {
+  int32_t bits = __builtin_bit_cast(int32_t, x);
+  return x == 0 ? 0x1p-149f : __builtin_bit_cast(float, bits + (x > 0 ? 1 : -1));
+}
+
 // exp((x - max) / temperature) as 2**t, t = (x - max) * (log2(e) / temperature).
 struct Weights {
-  INLINE explicit Weights(const Weighting& by)
+  // For blocks of n values.
+  INLINE Weights(const Weighting& by, int n)
       : max(by.max), temperature(by.temperature), cutoff(by.cutoff), last(by.last) {
     double exact = 0x1.71547652b82fep0 / static_cast<double>(by.temperature);
     high = static_cast<float>(exact);
     low = static_cast<float>(exact - static_cast<double>(high));
+    by_index = last >= 0 && last < n - 1;
+    // The least x of a weight that is not 0: t >= -126, and kept.
+    constexpr float largest = 0x1.fffffep127f;
+    double distance = -126 / exact;
+    float least_d = distance < -largest ? -largest : static_cast<float>(distance);
+    lowest = static_cast<float>(static_cast<double>(max) + static_cast<double>(least_d));
+    while (lowest - max < least_d) {
+      lowest = next_up(lowest);
+    }
+    float first_kept = last < 0 ? next_up(cutoff) : cutoff;
+    lowest = first_kept > lowest ? first_kept : lowest;
   }
 
-  INLINE Floats operator()(Floats x) const {
-    constexpr float magic = 0x1.8p23f; // adding it rounds to an integer in the low mantissa bits
+  // 2**t, whatever is kept.
+  INLINE Floats exp(Floats x) const {
+    // Adding it rounds to an integer, which the low mantissa bits hold with an exponent's bias.
+    constexpr float magic = 0x1.8p23f + 127;
     Floats d = x - max;
 #if HAS_FMA
-    // t and what its rounding lost.
-    Floats t = d * high;
-    Floats rest = fma(d, Floats{} + low, fma(d, Floats{} + high, -t));
-    Floats shifted = t + magic;
-    Floats f = (t - (shifted - magic)) + rest;
+    Floats shifted = fma(d, Floats{} + high, Floats{} + magic);
+    Floats k = shifted - magic;
+    Floats f = fma(d, Floats{} + low, fma(d, Floats{} + high, -k));
 #else
     Floats q = d / temperature;
-    Floats t = q * 0x1.715476p0f;
-    Floats shifted = t + magic;
+    Floats shifted = q * 0x1.715476p0f + magic;
     Floats k = shifted - magic;
     Floats f = ((q - k * 0x1.62e400p-1f) - k * 0x1.7f7d1cp-20f) * 0x1.715476p0f;
 #endif
-    // 2**f on [-1/2, 1/2] within 2e-9: a fit of least maximal relative error.
-    Floats y = Floats{} + 0x1.41d322p-13f;
-    y = fma(y, f, Floats{} + 0x1.5f456ap-10f);
-    y = fma(y, f, Floats{} + 0x1.3b2dbcp-7f);
-    y = fma(y, f, Floats{} + 0x1.c6aed4p-5f);
-    y = fma(y, f, Floats{} + 0x1.ebfbdap-3f);
-    y = fma(y, f, Floats{} + 0x1.62e430p-1f);
+    // 2**f on [-1/2, 1/2] within 1.1e-7, and 1 at 0: a fit of least maximal relative error.
+    Floats y = Floats{} + 0x1.5bb988p-10f;
+    y = fma(y, f, Floats{} + 0x1.3ceb10p-7f);
+    y = fma(y, f, Floats{} + 0x1.c6b758p-5f);
+    y = fma(y, f, Floats{} + 0x1.ebf9bap-3f);
+    y = fma(y, f, Floats{} + 0x1.62e42ap-1f);
     y = fma(y, f, Floats{} + 1.0f);
-    Ints exponent = ((Ints)shifted - 0x4b400000 + 127) << 23;
-    return t >= -126.0f ? y * (Floats)exponent : Floats{};
+#if defined(__AVX512F__)
+    return (Floats)_mm512_maskz_scalef_ps(0xffff, (__m512)y, (__m512)k);
+#else
+    return y * (Floats)((Ints)shifted << 23);
+#endif
   }
 
-  // The same where x is kept; `first` is the index of its first lane.
-  INLINE Floats kept(Floats x, int first) const {
-    Ints index = Ints{COUNTING} + first;
-    Ints keep = (x > cutoff) | ((x == cutoff) & (index <= last));
-    return keep ? (*this)(x) : Floats{};
+  // The weights; `first` is the index of the first lane.
+  template <bool ByIndex>
+  INLINE Floats at(Floats x, int first) const {
+    Ints keep = x >= lowest;
+    if constexpr (ByIndex) {
+      keep &= (x != cutoff) | (Ints{COUNTING} + first <= last);
+    }
+    return keep ? exp(x) : Floats{};
   }
 
-  float max, temperature, cutoff, high, low;
+  float max, temperature, cutoff, high, low, lowest;
   int last;
+  bool by_index; // whether an index decides about equal values
 };
 
 float block_max(const float* x, int n, bool* bad) {
@@ -196,31 +221,51 @@ float block_max(const float* x, int n, bool* bad) {
   return max;
 }
 
-void block_weights(const float* x, int n, const Weighting& by, float* w) {
-  Weights weights(by);
+double block_max_weight_sum(const float* x, int n, const Weighting& by, float* max) {
+  Weights weights(by, n);
+  Floats lane = Floats{} - kInf;
+  double sum = sum_of(n, [&](int i, int count) __attribute__((always_inline)) {
+    Floats v = load(x + i, count);
+    lane = v > lane ? v : lane;
+    return v < weights.lowest ? Floats{} : weights.exp(v); // NaN stays
+  });
+  *max = -kInf;
+  for (int j = 0; j < kWidth; ++j) {
+    *max = lane[j] > *max ? lane[j] : *max;
+  }
+  return sum;
+}
+
+template <bool ByIndex>
+INLINE void store_weights(const float* x, int n, const Weights& weights, float* w) {
   for_each_vector(n, [&](int i, int count) __attribute__((always_inline)) {
-    store(weights.kept(load(x + i, count), i), w + i, count);
+    store(weights.at<ByIndex>(load(x + i, count), i), w + i, count);
+  });
+}
+
+void block_weights(const float* x, int n, const Weighting& by, float* w) {
+  Weights weights(by, n);
+  return weights.by_index ? store_weights<true>(x, n, weights, w)
+                          : store_weights<false>(x, n, weights, w);
+}
+
+template <bool ByIndex>
+INLINE double sum_weights(const float* x, int n, const Weights& weights) {
+  return sum_of(n, [&](int i, int count) __attribute__((always_inline)) {
+    return weights.at<ByIndex>(load(x + i, count), i);
   });
 }
 
 double block_weight_sum(const float* x, int n, const Weighting& by) {
-  Weights weights(by);
-  if (by.cutoff == -kInf) { // everything is kept, since the weight of -inf is 0
-    return sum_of(n, [&](int i, int count) __attribute__((always_inline)) {
-      return weights(load(x + i, count));
-    });
-  }
-  return sum_of(n, [&](int i, int count) __attribute__((always_inline)) {
-    return weights.kept(load(x + i, count), i);
-  });
+  Weights weights(by, n);
+  return weights.by_index ? sum_weights<true>(x, n, weights) : sum_weights<false>(x, n, weights);
 }
 
-template <typename Draft>
+template <bool ByIndex, typename Draft>
 INLINE double residual(
-    const float* x, int n, const Weighting& by, float scale, Draft draft, float* out) {
-  Weights weights(by);
+    const float* x, int n, const Weights& weights, float scale, Draft draft, float* out) {
   return sum_of(n, [&](int i, int count) __attribute__((always_inline)) {
-    Floats target = weights.kept(load(x + i, count), i) * scale;
+    Floats target = weights.at<ByIndex>(load(x + i, count), i) * scale;
     Floats left = positive(target - draft(i, count));
     if (out != nullptr) {
       store(left, out + i, count);
@@ -231,10 +276,12 @@ INLINE double residual(
 
 double block_residual(
     const float* x, int n, const Weighting& by, float scale, const float* draft, float* out) {
-  return residual(x, n, by, scale, [&](int i, int count) __attribute__((always_inline)) {
-    Floats d = load(draft + i, count);
-    return d > 0.0f ? d : Floats{}; // -inf behind the end
-  }, out);
+  Weights weights(by, n);
+  auto load_draft = [&](int i, int count) __attribute__((always_inline)) {
+    return positive(load(draft + i, count)); // -inf behind the end
+  };
+  return weights.by_index ? residual<true>(x, n, weights, scale, load_draft, out)
+                          : residual<false>(x, n, weights, scale, load_draft, out);
 }
 
 double block_residual_of_logits(
@@ -246,9 +293,14 @@ double block_residual_of_logits(
     float scale_y,
     int n,
     float* out) {
-  Weights weights(by_y);
-  return residual(x, n, by_x, scale_x, [&](int i, int count) __attribute__((always_inline)) {
-    return weights.kept(load(y + i, count), i) * scale_y;
+  Weights target(by_x, n), draft(by_y, n);
+  if (!target.by_index && !draft.by_index) {
+    return residual<false>(x, n, target, scale_x, [&](int i, int count) __attribute__((always_inline)) {
+      return draft.at<false>(load(y + i, count), i) * scale_y;
+    }, out);
+  }
+  return residual<true>(x, n, target, scale_x, [&](int i, int count) __attribute__((always_inline)) {
+    return draft.at<true>(load(y + i, count), i) * scale_y;
   }, out);
 }
 
@@ -342,6 +394,7 @@ extern const BlockOps ops;
 const BlockOps ops{
     NAME(EXACTSPEC_ISA),
     block_max,
+    block_max_weight_sum,
     block_weights,
     block_weight_sum,
     block_residual,
