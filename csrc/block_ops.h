@@ -55,11 +55,24 @@ struct BlockOps {
   // sum of min(a[j], b[j])
   double (*overlap)(const float* a, const float* b, int n);
 
-  // Standard Gumbel noise G = -log(e) of ids [first, first + n), first even: r is word `id & 1` of
-  // threefry2x32(key, (position, id >> 1)), x = r * 2**-32 + 2**-33 and e = -log1p(-x) is
-  // exponential. So a tail has the full 32 bits, and no rounding of x to 1 lets an id win by an
-  // infinite score.
-  void (*gumbel)(uint32_t key0, uint32_t key1, uint32_t position, int first, int n, float* g);
+  // Indices of values in [from, to], in order; returns how many there are.
+  int (*find)(const float* x, int n, float from, float to, int* index);
+
+  // The kept j of the largest score (x[j] - max) / temperature + G(first + j), the lowest of equal ones,
+  // if it is larger than *best, which then becomes that score; else -1. No value of x is larger than
+  // `largest`. `first` is even, and G is standard Gumbel noise: r is word `id & 1` of
+  // threefry2x32(key, (position, id >> 1)), u = r * 2**-32 + 2**-33 and G = -log(-log1p(-u)). So a tail
+  // has the full 32 bits, and no rounding of u to 1 lets an id win by an infinite score.
+  int (*noisy_argmax)(
+      const float* x,
+      int n,
+      const Weighting& by,
+      float largest,
+      uint32_t key0,
+      uint32_t key1,
+      uint32_t position,
+      int first,
+      float* best);
 
   void (*widen_float16)(const uint16_t* x, int n, float* out);
   void (*widen_bfloat16)(const uint16_t* x, int n, float* out);

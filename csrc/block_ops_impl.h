@@ -92,6 +92,16 @@ INLINE Floats positive(Floats v) {
   return v > 0.0f ? v : Floats{};
 }
 
+INLINE bool any(Ints v) {
+  uint64_t words[kWidth / 2];
+  __builtin_memcpy(words, &v, sizeof(v));
+  uint64_t all = 0;
+  for (int j = 0; j < kWidth / 2; ++j) {
+    all |= words[j];
+  }
+  return all != 0;
+}
+
 // Calls step(i, count) for vectors of values from i on, `count` of them left.
 template <typename Step>
 INLINE void for_each_vector(int n, Step step) {
@@ -347,24 +357,87 @@ INLINE Floats gumbel_of(Floats word) {
   return -log_positive(e);
 }
 
-void block_gumbel(uint32_t key0, uint32_t key1, uint32_t position, int first, int n, float* g) {
+// Twice a vector's width of random words: those of even ids, then those of odd ones.
+INLINE void random_words(
+    uint32_t key0, uint32_t key1, uint32_t position, int first, float* word) {
+  for (int j = 0; j < kWidth; ++j) {
+    uint32_t pair = static_cast<uint32_t>(first) / 2 + static_cast<uint32_t>(j);
+    RandomWords words = threefry2x32(key0, key1, position, pair);
+    word[j] = static_cast<float>(words.first);
+    word[kWidth + j] = static_cast<float>(words.second);
+  }
+}
+
+// No word above this gives a score of at least `best` where (x - max) / temperature <= `distance`:
+// G <= -log(u), as -log1p(-u) >= u.
+float largest_word(float distance, float best) {
+  double u = __builtin_exp(static_cast<double>(distance) - static_cast<double>(best) + 1e-4);
+  return u < 1 ? static_cast<float>(u * 0x1p32) : kInf;
+}
+
+int block_noisy_argmax(
+    const float* x,
+    int n,
+    const Weighting& by,
+    float largest,
+    uint32_t key0,
+    uint32_t key1,
+    uint32_t position,
+    int first,
+    float* best) {
+  float distance = (largest - by.max) / by.temperature;
+  float bound = largest_word(distance, *best);
+  int argmax = -1;
   for (int start = 0; start < n; start += 2 * kWidth) {
     float word[2 * kWidth];
-    for (int j = 0; j < kWidth; ++j) {
-      uint32_t pair = static_cast<uint32_t>(first + start) / 2 + static_cast<uint32_t>(j);
-      RandomWords words = threefry2x32(key0, key1, position, pair);
-      word[j] = static_cast<float>(words.first);
-      word[kWidth + j] = static_cast<float>(words.second);
+    random_words(key0, key1, position, first + start, word);
+    Floats even = load(word), odd = load(word + kWidth);
+    if (!any((even <= bound) | (odd <= bound))) {
+      continue; // most vectors, and without a logarithm
     }
-    Floats even = gumbel_of(load(word)), odd = gumbel_of(load(word + kWidth));
     float noise[2 * kWidth];
-    for (int j = 0; j < kWidth; ++j) {
-      noise[2 * j] = even[j];
-      noise[2 * j + 1] = odd[j];
-    }
+    store(gumbel_of(even), noise, kWidth);
+    store(gumbel_of(odd), noise + kWidth, kWidth);
     int count = least(2 * kWidth, n - start);
-    __builtin_memcpy(g + start, noise, sizeof(float) * count);
+    for (int j = 0; j < count; ++j) {
+      int i = start + j;
+      bool kept = x[i] > by.cutoff || (x[i] == by.cutoff && i <= by.last);
+      float score = (x[i] - by.max) / by.temperature + noise[j / 2 + j % 2 * kWidth];
+      if (kept && score > *best) {
+        *best = score;
+        argmax = i;
+      }
+    }
+    bound = largest_word(distance, *best);
   }
+  return argmax;
+}
+
+int block_find(const float* x, int n, float from, float to, int* index) {
+  constexpr int stretch = 4 * kWidth; // as much as is passed over at once
+  int found = 0;
+  for (int start = 0; start < n; start += stretch) {
+    int end = least(start + stretch, n);
+    Ints inside[4], all{};
+    for (int part = 0; part < 4; ++part) {
+      Floats v = load(x + start + part * kWidth, end - start - part * kWidth); // -inf behind the end
+      inside[part] = (v >= from) & (v <= to);
+      all |= inside[part];
+    }
+    if (!any(all)) {
+      continue;
+    }
+    for (int part = 0; part < 4; ++part) {
+      if (any(inside[part])) {
+        int begin = start + part * kWidth;
+        for (int i = begin; i < least(begin + kWidth, n); ++i) {
+          index[found] = i;
+          found += x[i] >= from && x[i] <= to;
+        }
+      }
+    }
+  }
+  return found;
 }
 
 void widen_float16(const uint16_t* x, int n, float* out) {
@@ -402,7 +475,8 @@ const BlockOps ops{
     block_scale,
     block_sum,
     block_overlap,
-    block_gumbel,
+    block_find,
+    block_noisy_argmax,
     widen_float16,
     widen_bfloat16,
 };

@@ -121,7 +121,7 @@ double DraftRow::residual(
   return block_ops.residual(x, n, target.weighting(first), scale, draft_buffer, out);
 }
 
-double DraftRow::mass_without(const std::vector<int>& ids) const {
+double DraftRow::mass_without(const std::vector<int>& ids) {
   auto has = [&](int id) { return std::find(ids.begin(), ids.end(), id) != ids.end(); };
   double sum = 0;
   if (views_.kind != DraftKind::Dense) {
@@ -140,11 +140,14 @@ double DraftRow::mass_without(const std::vector<int>& ids) const {
       }
     }
   }
+  if (block_mass_.empty()) {
+    block_mass_ = block_masses(*row_, dist_);
+  }
   for (int block = 0; block < row_->num_blocks(); ++block) {
     int first = block * DRAW_BLOCK;
     int n = row_->block_size(block);
     auto inside = [&](int column) { return column >= first && column < first + n; };
-    if (!block_mass_.empty() && std::none_of(columns.begin(), columns.end(), inside)) {
+    if (std::none_of(columns.begin(), columns.end(), inside)) {
       sum += block_mass_[block];
       continue;
     }
@@ -177,7 +180,7 @@ float DraftRow::entropy() const {
     return 0;
   }
   if (views_.kind == DraftKind::Dense && !views_.has_vocab) {
-    return exactspec::entropy(*row_, RowSummary{true, dist_, {}});
+    return exactspec::entropy(*row_, dist_);
   }
   double sum = 0;
   for (size_t i = 0; i < entries().size();) {

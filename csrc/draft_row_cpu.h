@@ -55,7 +55,7 @@ class DraftRow {
       float* out) const;
 
   // Of everything the draft can produce but the given ids: exactly 0 where nothing else is likely.
-  double mass_without(const std::vector<int>& ids) const;
+  double mass_without(const std::vector<int>& ids);
 
   // The probability of the likeliest column or entry; repeated ids stay apart.
   float largest() const;
@@ -76,7 +76,7 @@ class DraftRow {
   bool finite_ = true;
   std::optional<Row> row_; // dense
   Distribution dist_{};
-  std::vector<double> block_mass_; // of dist_'s weights; empty with stats
+  std::vector<double> block_mass_; // of dist_'s weights; empty until needed
   std::vector<Entry> sparse_; // sparse: ids in order, with their place in probs_
   std::vector<float> probs_;
 };

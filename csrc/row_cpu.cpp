@@ -1,7 +1,8 @@
 #include "row_cpu.h"
 
+#include <atomic>
 #include <bit>
-#include <stdexcept>
+#include <numeric>
 
 #include "threads.h"
 
@@ -34,54 +35,78 @@ struct Cutoff {
   int id;
 };
 
-struct BlockSums {
-  std::vector<float> max;
-  std::vector<double> mass; // relative to the block's own maximum
-  bool finite = true;
-};
-
-// Maximum and mass of every block over the ids that `cutoff` keeps, in one pass.
-BlockSums sum_blocks(const Row& row, float temperature, Cutoff cutoff, const BlockSums* known) {
-  int num_blocks = row.num_blocks();
-  BlockSums sums{std::vector<float>(num_blocks, -kInf), std::vector<double>(num_blocks, 0.0)};
-  std::vector<char> bad(num_blocks, 0);
-  for_each_block(row, [&](int block) {
-    if (known && known->max[block] < cutoff.logit) {
-      return;
-    }
-    int first = block * DRAW_BLOCK;
-    int n = row.block_size(block);
-    float buffer[DRAW_BLOCK];
-    bool odd = false;
-    const float* x = row.block(first, n, buffer);
-    float max = block_ops.max(x, n, &odd);
-    bad[block] = odd;
-    if (odd || max == -kInf) {
-      return;
-    }
-    sums.max[block] = max;
-    sums.mass[block] =
-        block_ops.weight_sum(x, n, {max, temperature, cutoff.logit, cutoff.id - first});
-  });
-  sums.finite = std::find(bad.begin(), bad.end(), 1) == bad.end();
-  return sums;
+// Whether an id of this logit has a weight: below 2**-126 it counts as 0.
+bool has_weight(float logit, float max, float temperature) {
+  float w = 1;
+  if ((logit - max) / temperature < -80) {
+    block_ops.weights(&logit, 1, {max, temperature, -kInf, 0}, &w);
+  }
+  return w > 0;
 }
 
-// Rescales every block's mass to the row's maximum and returns the total.
-double rescale(BlockSums& sums, float max, float temperature) {
-  double total = 0;
-  for (size_t i = 0; i < sums.mass.size(); ++i) {
-    if (sums.mass[i] > 0) {
-      // Where even the largest weight counts as 0 there is none to draw.
-      float largest;
-      block_ops.weights(&sums.max[i], 1, {max, temperature, -kInf, 0}, &largest);
-      double factor = std::exp(static_cast<double>((sums.max[i] - max) / temperature));
-      sums.mass[i] *= largest > 0 ? factor : 0;
-      total += sums.mass[i];
+// Maximum and mass of every block of a row, whose parts may be read by several threads.
+class BlockSums {
+ public:
+  BlockSums(const Row& row, float temperature)
+      : max(row.num_blocks()), mass(row.num_blocks()), row_(row), temperature_(temperature) {
+    // Masses are relative to a logit of the row, so no block has to be read for its maximum first.
+    for (int block = 0; block < row.num_blocks() && reference_ == -kInf; ++block) {
+      float buffer[DRAW_BLOCK];
+      bool bad = false;
+      int n = row.block_size(block);
+      reference_ = block_ops.max(row.block(block * DRAW_BLOCK, n, buffer), n, &bad);
     }
   }
-  return total;
-}
+
+  void read(int block) {
+    int n = row_.block_size(block);
+    float buffer[DRAW_BLOCK];
+    const float* x = row_.block(block * DRAW_BLOCK, n, buffer);
+    auto sum = [&](float reference) {
+      mass[block] =
+          block_ops.max_weight_sum(x, n, {reference, temperature_, -kInf, n}, &max[block]);
+    };
+    sum(reference_);
+    if (is_far(block)) {
+      sum(max[block]);
+    }
+  }
+
+  // After all blocks were read: false for NaN, +inf or no finite logit. Masses become relative to the
+  // row's maximum.
+  bool finish() {
+    row_max = *std::max_element(max.begin(), max.end());
+    auto is_nan = [](double x) { return std::isnan(x); };
+    if (!std::isfinite(row_max) || std::any_of(mass.begin(), mass.end(), is_nan)) {
+      return false;
+    }
+    double common = factor(reference_);
+    total = 0;
+    for (size_t i = 0; i < mass.size(); ++i) {
+      // Where even the largest weight counts as 0 there is none to draw.
+      bool any = max[i] > -kInf && has_weight(max[i], row_max, temperature_);
+      mass[i] *= !any ? 0 : is_far(i) ? factor(max[i]) : common;
+      total += mass[i];
+    }
+    return true;
+  }
+
+  std::vector<float> max;
+  std::vector<double> mass;
+  float row_max = -kInf;
+  double total = 0;
+
+ private:
+  // Whether weights relative to the reference would be too large for float32.
+  bool is_far(size_t block) const { return (max[block] - reference_) / temperature_ > 40; }
+  double factor(float reference) const {
+    return std::exp(static_cast<double>((reference - row_max) / temperature_));
+  }
+
+  const Row& row_;
+  float temperature_;
+  float reference_ = -kInf;
+};
 
 int first_of_value(const Row& row, const BlockSums& sums, float value) {
   auto block = static_cast<int>(
@@ -95,23 +120,7 @@ int first_of_value(const Row& row, const BlockSums& sums, float value) {
 // Ids in sorted order, sorted only as far as they are asked for.
 class SortedPrefix {
  public:
-  // Every id whose logit is at least `floor` (and not -inf).
-  SortedPrefix(const Row& row, const BlockSums& sums, float floor) {
-    float x[DRAW_BLOCK];
-    for (int block = 0; block < row.num_blocks(); ++block) {
-      if (sums.max[block] < floor) {
-        continue;
-      }
-      int first = block * DRAW_BLOCK;
-      int n = row.block_size(block);
-      row.load(first, n, x);
-      for (int j = 0; j < n; ++j) {
-        if (x[j] >= floor && x[j] > -kInf) {
-          keys_.push_back(sort_key(x[j], first + j));
-        }
-      }
-    }
-  }
+  void add(float logit, int id) { keys_.push_back(sort_key(logit, id)); }
 
   size_t size() const { return keys_.size(); }
 
@@ -134,84 +143,244 @@ class SortedPrefix {
   size_t sorted_ = 0;
 };
 
-// The last id that top_k and top_p keep. `total` is the full mass at `temperature`.
-Cutoff rank_cutoff(
-    const Row& row,
-    const RowSampling& sampling,
-    const BlockSums& sums,
-    float max,
-    float temperature,
-    double total) {
+struct Prefix {
+  Cutoff last; // id
+  double mass;
+};
+
+// Finds where a prefix of the sorted ids ends. Ids are sorted in bins of equal width in the logit, and
+// only those of one bin are compared with one another.
+class RankSearch {
+ public:
+  // Ids below `floor` are in no prefix. `few`: not many others are, so that one bin is enough.
+  RankSearch(const Row& row, const BlockSums& sums, float temperature, float floor, bool few)
+      : row_(row),
+        sums_(sums),
+        temperature_(temperature),
+        floor_(std::max(floor, std::numeric_limits<float>::lowest())) {
+    if (!few) {
+      // Without a useful floor, a multiple of the distance to the logit of average weight covers most
+      // of a row; the last bin has the rest.
+      double spread = 4 * temperature * std::log(row.size / sums.total);
+      double range = std::min(static_cast<double>(sums.row_max) - floor_, spread);
+      bins_.resize(kBins);
+      per_logit_ = static_cast<float>(kBins / std::clamp(range, 1e-30, 1e30));
+      fill();
+    }
+  }
+
+  // The shortest prefix that holds `limit` ids or at least this mass.
+  Prefix shortest(size_t limit, double wanted) const {
+    int chosen = 0;
+    double before = 0;
+    if (!bins_.empty()) {
+      double sum = 0;
+      size_t count = 0;
+      for (int i = 0; i < kBins && count < limit && sum < wanted; ++i) {
+        if (bins_[i].count > 0) {
+          chosen = i;
+          before = sum;
+          sum += bins_[i].mass;
+          limit -= std::exchange(count, bins_[i].count);
+        }
+      }
+    }
+    SortedPrefix ids = collect(chosen);
+    limit = std::min(limit, ids.size());
+    size_t kept = 0;
+    for (; kept < limit && before < wanted; ++kept) {
+      before += std::exp(static_cast<double>((key_logit(ids[kept]) - sums_.row_max) / temperature_));
+    }
+    uint64_t last = ids[std::max(kept, size_t{1}) - 1];
+    return {{key_logit(last), key_id(last)}, before};
+  }
+
+ private:
+  static constexpr int kBins = 512;
+  static constexpr int kParts = 8; // of a row, for threads; not more, as each has bins of its own
+
+  struct Bin {
+    double mass = 0;
+    size_t count = 0;
+  };
+
+  int bin(float logit) const {
+    return static_cast<int>(std::min((sums_.row_max - logit) * per_logit_, kBins - 1.0f));
+  }
+
+  bool may_hold(int block, float from) const { return sums_.max[block] >= from; }
+
+  void fill() {
+    int num_blocks = row_.num_blocks();
+    int per_part = std::max(8, (num_blocks + kParts - 1) / kParts);
+    int num_parts = (num_blocks + per_part - 1) / per_part;
+    std::vector<Bin> bins(num_parts * kBins);
+    parallel_for(num_parts, [&](int part) {
+      int end = std::min(num_blocks, (part + 1) * per_part);
+      for (int block = part * per_part; block < end; ++block) {
+        if (may_hold(block, floor_)) {
+          count(block, &bins[part * kBins]);
+        }
+      }
+    });
+    for (size_t i = 0; i < bins.size(); ++i) {
+      bins_[i % kBins].mass += bins[i].mass;
+      bins_[i % kBins].count += bins[i].count;
+    }
+  }
+
+  void count(int block, Bin* bins) const {
+    int n = row_.block_size(block);
+    float buffer[DRAW_BLOCK], w[DRAW_BLOCK];
+    int index[DRAW_BLOCK];
+    const float* x = row_.block(block * DRAW_BLOCK, n, buffer);
+    block_ops.weights(x, n, {sums_.row_max, temperature_, floor_, n}, w);
+    int found = block_ops.find(x, n, floor_, sums_.row_max, index);
+    for (int i = 0; i < found; ++i) {
+      Bin& to = bins[bin(x[index[i]])];
+      to.mass += w[index[i]];
+      to.count += 1;
+    }
+  }
+
+  SortedPrefix collect(int chosen) const {
+    float from = floor_, to = sums_.row_max;
+    if (!bins_.empty()) {
+      // A little more than the bin, which decides itself.
+      float width = 1 / per_logit_;
+      from = chosen == kBins - 1 ? floor_ : std::max(floor_, to - width * (chosen + 1.01f));
+      to -= width * (chosen - 0.01f);
+      float slack = 1e-6f * (std::abs(from) + std::abs(to));
+      from = chosen == kBins - 1 ? floor_ : std::max(floor_, from - slack);
+      to += slack;
+    }
+    SortedPrefix ids;
+    for (int block = 0; block < row_.num_blocks(); ++block) {
+      if (!may_hold(block, from)) {
+        continue;
+      }
+      int first = block * DRAW_BLOCK;
+      int n = row_.block_size(block);
+      float buffer[DRAW_BLOCK];
+      int index[DRAW_BLOCK];
+      const float* x = row_.block(first, n, buffer);
+      int found = block_ops.find(x, n, from, to, index);
+      for (int i = 0; i < found; ++i) {
+        float logit = x[index[i]];
+        if (bins_.empty() || bin(logit) == chosen) {
+          ids.add(logit, first + index[i]);
+        }
+      }
+    }
+    return ids;
+  }
+
+  const Row& row_;
+  const BlockSums& sums_;
+  float temperature_;
+  float floor_;
+  float per_logit_ = 0; // bins
+  std::vector<Bin> bins_; // none: one bin
+};
+
+// The ids that top_k and top_p keep, at the temperature they are measured at.
+Prefix rank_prefix(
+    const Row& row, const RowSampling& sampling, const BlockSums& sums, float temperature) {
+  bool use_top_k = sampling.top_k > 0 && sampling.top_k < row.size;
   bool use_top_p = sampling.top_p > 0 && sampling.top_p < 1;
-  bool sequential = sampling.order == Order::Sequential;
-  size_t limit = sampling.top_k > 0 ? sampling.top_k : row.size;
+  bool renormalised = use_top_p && use_top_k && sampling.order == Order::Sequential;
+  size_t limit = use_top_k ? sampling.top_k : row.size;
+  double total = sums.total;
 
   float floor = -kInf;
-  if (limit <= sums.max.size()) {
+  bool few = limit <= sums.max.size();
+  if (few) {
     // k blocks have a maximum at or above this one, so k ids do.
     auto maxima = sums.max;
     std::nth_element(maxima.begin(), maxima.begin() + (limit - 1), maxima.end(), std::greater<>());
     floor = maxima[limit - 1];
   }
-  if (use_top_p && !(sequential && sampling.top_k > 0)) {
+  if (use_top_p && !renormalised) {
     // Ids this light cannot add up to the mass that the nucleus leaves out (half, for rounding).
     double tail = 0.5 * (1 - static_cast<double>(sampling.top_p)) * total / row.size;
-    floor = std::max(floor, static_cast<float>(max + temperature * std::log(tail)));
+    floor = std::max(floor, static_cast<float>(sums.row_max + temperature * std::log(tail)));
   }
-
-  SortedPrefix ids(row, sums, floor);
-  limit = std::min(limit, ids.size());
-  size_t kept = limit;
-  if (use_top_p) {
-    auto weight = [&](size_t i) {
-      return std::exp(static_cast<double>((key_logit(ids[i]) - max) / temperature));
-    };
-    if (sequential && sampling.top_k > 0) {
-      total = 0;
-      for (size_t i = 0; i < limit; ++i) {
-        total += weight(i);
-      }
-    }
-    double before = 0;
-    for (kept = 0; kept < limit && before < sampling.top_p * total; ++kept) {
-      before += weight(kept);
-    }
+  RankSearch search(row, sums, temperature, floor, few);
+  if (renormalised) {
+    total = search.shortest(limit, kInf).mass;
   }
-  uint64_t last = ids[std::max(kept, size_t{1}) - 1];
-  return {key_logit(last), key_id(last)};
+  return search.shortest(limit, use_top_p ? sampling.top_p * total : kInf);
 }
 
-// The cutoff of all filters together: each keeps a prefix, so the shortest one wins.
-Cutoff filter_cutoff(
-    const Row& row,
-    const RowSampling& sampling,
-    const BlockSums& sums,
-    float max,
-    float temperature,
-    double total) {
-  Cutoff cutoff{-kInf, row.size - 1};
+// The ids that all filters keep: each keeps a prefix, so the shortest one wins. A negative mass is not
+// known.
+Prefix filtered_prefix(
+    const Row& row, const RowSampling& sampling, const BlockSums& sums, float temperature) {
+  Prefix prefix{{-kInf, row.size - 1}, sums.total};
   bool use_top_k = sampling.top_k > 0 && sampling.top_k < row.size;
   bool use_top_p = sampling.top_p > 0 && sampling.top_p < 1;
   if (use_top_k || use_top_p) {
-    cutoff = rank_cutoff(row, sampling, sums, max, temperature, total);
+    prefix = rank_prefix(row, sampling, sums, temperature);
   }
   if (sampling.min_p > 0) {
     // exp((l - max) / T) >= min_p, solved for l and rounded up to the next float32.
-    double exact = max + temperature * std::log(static_cast<double>(sampling.min_p));
+    double exact = sums.row_max + temperature * std::log(static_cast<double>(sampling.min_p));
     auto logit = static_cast<float>(exact);
     logit = logit < exact ? std::nextafter(logit, kInf) : logit;
-    logit = std::min(logit, max);
-    if (logit > cutoff.logit) {
-      cutoff = {logit, row.size - 1};
+    logit = std::min(logit, sums.row_max);
+    if (logit > prefix.last.logit) {
+      prefix = {{logit, row.size - 1}, -1};
     }
   }
-  return cutoff;
+  return prefix;
+}
+
+float measured_temperature(const RowSampling& sampling) {
+  bool untempered = sampling.greedy() ||
+      (sampling.has_filters() && sampling.order == Order::TemperatureLast);
+  return untempered ? 1.0f : sampling.temperature;
+}
+
+RowSummary summary_of(const Row& row, const RowSampling& sampling, BlockSums& sums) {
+  RowSummary result;
+  if (!sums.finish()) {
+    return result;
+  }
+  result.finite = true;
+  float max = sums.row_max;
+  if (sampling.greedy()) {
+    int id = first_of_value(row, sums, max);
+    result.dist = {max, 1.0f, 0.0f, max, id, true};
+    result.block_mass.assign(row.num_blocks(), 0.0);
+    result.block_mass[id / DRAW_BLOCK] = 1;
+    result.block_max = std::move(sums.max);
+    return result;
+  }
+  float temperature = sampling.temperature;
+  result.dist = {max, temperature, 0.0f, -kInf, row.size - 1, false};
+  double total = sums.total;
+  if (sampling.has_filters()) {
+    float measured = measured_temperature(sampling);
+    Prefix prefix = filtered_prefix(row, sampling, sums, measured);
+    result.dist.cutoff = prefix.last.logit;
+    result.dist.cutoff_id = prefix.last.id;
+    result.block_max = std::move(sums.max);
+    total = prefix.mass;
+    if (measured != temperature || total < 0) {
+      result.block_mass = block_masses(row, result.dist, result.block_max);
+      total = std::accumulate(result.block_mass.begin(), result.block_mass.end(), 0.0);
+    }
+  } else {
+    result.block_max = std::move(sums.max);
+    result.block_mass = std::move(sums.mass);
+  }
+  result.dist.log_norm = static_cast<float>(std::log(total));
+  return result;
 }
 
 } // namespace
 
-void for_each_block(const Row& row, const std::function<void(int)>& fn) {
-  int num_blocks = row.num_blocks();
+void for_each_block(int num_blocks, const std::function<void(int)>& fn) {
   parallel_for((num_blocks + kBlocksPerTask - 1) / kBlocksPerTask, [&](int task) {
     int end = std::min(num_blocks, (task + 1) * kBlocksPerTask);
     for (int block = task * kBlocksPerTask; block < end; ++block) {
@@ -279,47 +448,46 @@ float Distribution::prob(float logit, int id) const {
 }
 
 RowSummary summarise(const Row& row, const RowSampling& sampling) {
-  RowSummary result;
-  bool greedy = sampling.greedy();
-  bool filtered = !greedy && sampling.has_filters();
-  bool untempered = greedy || (filtered && sampling.order == Order::TemperatureLast);
-  float measured = untempered ? 1.0f : sampling.temperature;
-  Cutoff all{-kInf, row.size - 1};
-  BlockSums sums = sum_blocks(row, measured, all, nullptr);
-  float max = *std::max_element(sums.max.begin(), sums.max.end());
-  if (!sums.finite || max == -kInf) {
-    return result;
-  }
-  result.finite = true;
+  BlockSums sums(row, measured_temperature(sampling));
+  for_each_block(row.num_blocks(), [&](int block) { sums.read(block); });
+  return summary_of(row, sampling, sums);
+}
 
-  if (greedy) {
-    int id = first_of_value(row, sums, max);
-    result.dist = {max, 1.0f, 0.0f, max, id, true};
-    result.block_mass.assign(row.num_blocks(), 0.0);
-    result.block_mass[id / DRAW_BLOCK] = 1;
-    return result;
-  }
+std::pair<RowSummary, RowSummary> summarise(
+    const Row& row, const RowSampling& sampling, const Row& other, const RowSampling& other_sampling) {
+  BlockSums sums(row, measured_temperature(sampling));
+  BlockSums other_sums(other, measured_temperature(other_sampling));
+  int num_blocks = row.num_blocks();
+  for_each_block(num_blocks + other.num_blocks(), [&](int block) {
+    block < num_blocks ? sums.read(block) : other_sums.read(block - num_blocks);
+  });
+  return {summary_of(row, sampling, sums), summary_of(other, other_sampling, other_sums)};
+}
 
-  float temperature = sampling.temperature;
-  double total = rescale(sums, max, measured);
-  Cutoff cutoff = all;
-  if (filtered) {
-    cutoff = filter_cutoff(row, sampling, sums, max, measured, total);
-    sums = sum_blocks(row, temperature, cutoff, &sums);
-    total = rescale(sums, max, temperature);
-  }
-  auto log_norm = static_cast<float>(std::log(total));
-  result.dist = {max, temperature, log_norm, cutoff.logit, cutoff.id, false};
-  result.block_mass = std::move(sums.mass);
-  return result;
+std::vector<double> block_masses(
+    const Row& row, const Distribution& dist, const std::vector<float>& block_max) {
+  std::vector<double> mass(row.num_blocks(), 0.0);
+  for_each_block(row.num_blocks(), [&](int block) {
+    if (block_max.empty() || dist.may_keep(block_max[block])) {
+      int first = block * DRAW_BLOCK;
+      int n = row.block_size(block);
+      float buffer[DRAW_BLOCK];
+      const float* x = row.block(first, n, buffer);
+      mass[block] = block_ops.weight_sum(x, n, dist.weighting(first));
+    }
+  });
+  return mass;
 }
 
 int draw(const Row& row, const RowSummary& summary, const float* u) {
-  return draw(summary.block_mass, row.size, u, [&](int first, int n, float* w) {
-    float x[DRAW_BLOCK];
-    row.load(first, n, x);
-    summary.dist.weights(x, first, n, w);
-  });
+  auto fill = [&](int first, int n, float* w) {
+    float buffer[DRAW_BLOCK];
+    summary.dist.weights(row.block(first, n, buffer), first, n, w);
+  };
+  if (!summary.block_mass.empty()) {
+    return draw(summary.block_mass, row.size, u, fill);
+  }
+  return draw(block_masses(row, summary.dist, summary.block_max), row.size, u, fill);
 }
 
 int coupled_choice(
@@ -333,19 +501,31 @@ int coupled_choice(
     int id = -1;
   };
   std::vector<Best> best(row.num_blocks());
-  for_each_block(row, [&](int block) {
-    if (summary.block_mass[block] == 0) {
+  std::atomic<float> reached{-kInf}; // by any block; what cannot reach it, too, is passed over
+  for_each_block(row.num_blocks(), [&](int block) {
+    if (!summary.may_keep(block)) {
       return;
     }
     int first = block * DRAW_BLOCK;
     int n = row.block_size(block);
-    float buffer[DRAW_BLOCK], g[DRAW_BLOCK];
+    float buffer[DRAW_BLOCK];
     const float* x = row.block(first, n, buffer);
-    block_ops.gumbel(key.first, key.second, position, first, n, g);
-    for (int j = 0; j < n; ++j) {
-      float score = (x[j] - dist.max) / dist.temperature + g[j];
-      if (dist.keeps(x[j], first + j) && score > best[block].score) {
-        best[block] = {score, first + j};
+    // A little less, so that every thread finds equal scores.
+    float others = reached.load(std::memory_order_relaxed);
+    float score = std::nextafter(others, -kInf);
+    int argmax = block_ops.noisy_argmax(
+        x,
+        n,
+        dist.weighting(first),
+        summary.block_max[block],
+        key.first,
+        key.second,
+        position,
+        first,
+        &score);
+    if (argmax >= 0) {
+      best[block] = {score, first + argmax};
+      while (others < score && !reached.compare_exchange_weak(others, score)) {
       }
     }
   });
@@ -367,10 +547,9 @@ float token_logprob(
                         : std::numeric_limits<float>::quiet_NaN();
 }
 
-float entropy(const Row& row, const RowSummary& summary) {
-  const Distribution& dist = summary.dist;
+float entropy(const Row& row, const Distribution& dist) {
   std::vector<double> partial(row.num_blocks(), 0.0);
-  for_each_block(row, [&](int block) {
+  for_each_block(row.num_blocks(), [&](int block) {
     int first = block * DRAW_BLOCK;
     int n = row.block_size(block);
     float x[DRAW_BLOCK], w[DRAW_BLOCK];

@@ -86,6 +86,10 @@ struct Distribution {
   bool keeps(float logit, int id) const {
     return logit > cutoff || (logit == cutoff && id <= cutoff_id);
   }
+  // Whether a block with this largest logit may hold a kept id.
+  bool may_keep(float block_max) const {
+    return block_max >= cutoff && block_max > -std::numeric_limits<float>::infinity();
+  }
   float scale() const { return static_cast<float>(1 / std::exp(static_cast<double>(log_norm))); }
   // How the logits of ids from `first` on become weights.
   Weighting weighting(int first) const { return {max, temperature, cutoff, cutoff_id - first}; }
@@ -100,12 +104,23 @@ struct Distribution {
 struct RowSummary {
   bool finite = false; // false: NaN, +inf or no finite logit, and nothing else is set
   Distribution dist{};
-  std::vector<double> block_mass; // weights summed per DRAW_BLOCK
+  std::vector<float> block_max; // the largest logit of every DRAW_BLOCK
+  std::vector<double> block_mass; // weights summed per DRAW_BLOCK; empty: see block_masses
+
+  bool may_keep(int block) const { return dist.may_keep(block_max[block]); }
 };
 
-// One pass over the row without filters; with filters one more to place the cutoffs (only blocks
-// that can matter) and one over the blocks that keep something.
+// One pass over the row. With filters the blocks that may hold the last kept ids are read again.
 RowSummary summarise(const Row& row, const RowSampling& sampling);
+
+// Of two rows, read together.
+std::pair<RowSummary, RowSummary> summarise(
+    const Row& row, const RowSampling& sampling, const Row& other, const RowSampling& other_sampling);
+
+// Weights summed per DRAW_BLOCK, where they are not known. `block_max` of the summary, if known, tells
+// which blocks need not be read.
+std::vector<double> block_masses(
+    const Row& row, const Distribution& dist, const std::vector<float>& block_max = {});
 
 // The first index whose cumulative mass exceeds u * total, the last of positive mass if rounding
 // leaves none, -1 if there is no mass at all. An index of mass 0 is never returned.
@@ -148,7 +163,7 @@ int draw(const std::vector<double>& block_mass, int size, const float* u, Fill&&
 int draw(const Row& row, const RowSummary& summary, const float* u);
 
 // The kept id of the largest (logit - max) / temperature + G(key, position, id) with the Gumbel noise
-// of block_gumbel; the lowest id on ties. A greedy row ignores the noise.
+// of noisy_argmax; the lowest id on ties. A greedy row ignores the noise.
 int coupled_choice(
     const Row& row, const RowSummary& summary, std::pair<uint32_t, uint32_t> key, uint32_t position);
 
@@ -158,9 +173,9 @@ float token_logprob(
     const Row& row, const RowSummary& summary, const RowSampling& sampling, int token, Logprobs kind);
 
 // Entropy in nats. Reads the row again.
-float entropy(const Row& row, const RowSummary& summary);
+float entropy(const Row& row, const Distribution& dist);
 
-// Calls fn(block) for every block of a row, on several threads when the row is long.
-void for_each_block(const Row& row, const std::function<void(int)>& fn);
+// Calls fn(block) for every block, on several threads where there are many.
+void for_each_block(int num_blocks, const std::function<void(int)>& fn);
 
 } // namespace exactspec

@@ -180,7 +180,7 @@ class Sequence {
   // Typical acceptance (Cai et al. 2401.10774, section 2.3.1).
   bool is_typical(int i) {
     auto [epsilon, delta] = rule().parameters;
-    float entropy = exactspec::entropy(target_row(i), target(i));
+    float entropy = exactspec::entropy(target_row(i), target(i).dist);
     return target_prob(i) > std::min(epsilon, delta * std::exp(-entropy));
   }
 
@@ -253,11 +253,11 @@ class Sequence {
 
   std::vector<double> residual_mass(int slot, double factor) {
     Row row = target_row(slot);
-    const auto& target_mass = target(slot).block_mass;
-    std::vector<double> mass(target_mass.size(), 0.0);
+    const RowSummary& summary = target(slot);
+    std::vector<double> mass(row.num_blocks(), 0.0);
     draft(slot); // made here, then only read by the threads below
-    for_each_block(row, [&](int block) {
-      if (target_mass[block] > 0) {
+    for_each_block(row.num_blocks(), [&](int block) {
+      if (summary.may_keep(block)) {
         int first = block * DRAW_BLOCK;
         mass[block] = load_residual(slot, factor, first, row.block_size(block), nullptr);
       }
@@ -295,7 +295,7 @@ class Sequence {
     for (int i = 0; i < length_ && can_produce(i); ++i) {
       int64_t at = int64_t{b_} * job_.num_slots + i;
       if (target(i).finite) {
-        job_.stats[2][at] = entropy(target_row(i), target(i));
+        job_.stats[2][at] = entropy(target_row(i), target(i).dist);
       }
       if (draft(i).finite()) {
         job_.stats[3][at] = draft(i).entropy();
@@ -315,7 +315,7 @@ class Sequence {
     const RowSummary& summary = target(slot);
     const DraftRow& draft_row = draft(slot);
     std::vector<double> partial(row.num_blocks(), 0.0);
-    for_each_block(row, [&](int block) {
+    for_each_block(row.num_blocks(), [&](int block) {
       int first = block * DRAW_BLOCK;
       int n = row.block_size(block);
       float x[DRAW_BLOCK], w[DRAW_BLOCK];

@@ -165,13 +165,13 @@ class Branch {
   }
 
   std::vector<double> block_masses(int rejected) const {
-    std::vector<double> mass(target_.block_mass.size(), 0.0);
+    std::vector<double> mass(row_.num_blocks(), 0.0);
     // A one-hot rejection changes one block only.
     bool others_known = is_one_hot() && !block_mass_.empty();
-    for_each_block(row_, [&](int block) {
+    for_each_block(row_.num_blocks(), [&](int block) {
       if (others_known && block != rejected / DRAW_BLOCK) {
         mass[block] = block_mass_[block];
-      } else if (target_.block_mass[block] > 0) {
+      } else if (target_.may_keep(block)) {
         float w[DRAW_BLOCK];
         int n = row_.block_size(block);
         load(block * DRAW_BLOCK, n, w);
