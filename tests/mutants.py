@@ -129,8 +129,8 @@ MUTANTS = [
     Mutant(
         "bitmask forgotten in the residual",
         VERIFY,
-        "target_row(slot).load(first, n, x);",
-        "make_row(job_.target_logits, b_, slot).load(first, n, x);",
+        "draft(slot).residual(target_row(slot), dist,",
+        "draft(slot).residual(make_row(job_.target_logits, b_, slot), dist,",
         (stratified("bitmask"),),
     ),
     Mutant(
