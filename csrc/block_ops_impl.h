@@ -29,6 +29,7 @@ constexpr int kWidth = 4;
 constexpr int kLanes = 16; // of a sum, whatever the width
 constexpr int kParts = kLanes / kWidth;
 constexpr int kChunk = 256; // float32 partial sums stay short, so their error stays below 1e-6
+constexpr int kAhead = 2048; // values: rows are read once, and mostly from memory
 constexpr float kInf = __builtin_inff();
 
 typedef float Floats __attribute__((vector_size(4 * kWidth)));
@@ -93,6 +94,9 @@ INLINE Floats positive(Floats v) {
 }
 
 INLINE bool any(Ints v) {
+#if defined(__AVX512F__)
+  return _mm512_movepi32_mask((__m512i)v) != 0;
+#else
   uint64_t words[kWidth / 2];
   __builtin_memcpy(words, &v, sizeof(v));
   uint64_t all = 0;
@@ -100,6 +104,7 @@ INLINE bool any(Ints v) {
     all |= words[j];
   }
   return all != 0;
+#endif
 }
 
 // Calls step(i, count) for vectors of values from i on, `count` of them left.
@@ -235,6 +240,7 @@ double block_max_weight_sum(const float* x, int n, const Weighting& by, float* m
   Weights weights(by, n);
   Floats lane = Floats{} - kInf;
   double sum = sum_of(n, [&](int i, int count) __attribute__((always_inline)) {
+    __builtin_prefetch(x + i + kAhead);
     Floats v = load(x + i, count);
     lane = v > lane ? v : lane;
     return v < weights.lowest ? Floats{} : weights.exp(v); // NaN stays
@@ -306,7 +312,9 @@ double block_residual_of_logits(
   Weights target(by_x, n), draft(by_y, n);
   if (!target.by_index && !draft.by_index) {
     return residual<false>(x, n, target, scale_x, [&](int i, int count) __attribute__((always_inline)) {
-      return draft.at<false>(load(y + i, count), i) * scale_y;
+      __builtin_prefetch(x + i + kAhead);
+    __builtin_prefetch(y + i + kAhead);
+    return draft.at<false>(load(y + i, count), i) * scale_y;
     }, out);
   }
   return residual<true>(x, n, target, scale_x, [&](int i, int count) __attribute__((always_inline)) {
@@ -400,9 +408,12 @@ int block_noisy_argmax(
     store(gumbel_of(odd), noise + kWidth, kWidth);
     int count = least(2 * kWidth, n - start);
     for (int j = 0; j < count; ++j) {
-      int i = start + j;
+      int i = start + j, at = j / 2 + j % 2 * kWidth;
+      if (word[at] > bound) {
+        continue;
+      }
       bool kept = x[i] > by.cutoff || (x[i] == by.cutoff && i <= by.last);
-      float score = (x[i] - by.max) / by.temperature + noise[j / 2 + j % 2 * kWidth];
+      float score = (x[i] - by.max) / by.temperature + noise[at];
       if (kept && score > *best) {
         *best = score;
         argmax = i;
@@ -411,6 +422,26 @@ int block_noisy_argmax(
     bound = largest_word(distance, *best);
   }
   return argmax;
+}
+
+// Appends the indices from `first` on where a lane is set, of `count` lanes; returns how many.
+INLINE int append(Ints lanes, int first, int count, int* index) {
+#if defined(__AVX512F__)
+  auto mask = _mm512_movepi32_mask((__m512i)lanes) & static_cast<__mmask16>((1u << count) - 1);
+  auto all = (__m512i)(Ints{COUNTING} + first);
+  int found = __builtin_popcount(mask);
+  _mm512_mask_storeu_epi32(
+      index, static_cast<__mmask16>((1u << found) - 1), _mm512_maskz_compress_epi32(mask, all));
+  return found;
+#else
+  int found = 0;
+  for (int j = 0; j < count; ++j) {
+    if (lanes[j]) {
+      index[found++] = first + j;
+    }
+  }
+  return found;
+#endif
 }
 
 int block_find(const float* x, int n, float from, float to, int* index) {
@@ -429,19 +460,32 @@ int block_find(const float* x, int n, float from, float to, int* index) {
     }
     for (int part = 0; part < 4; ++part) {
       if (any(inside[part])) {
-        int begin = start + part * kWidth;
-        for (int i = begin; i < least(begin + kWidth, n); ++i) {
-          index[found] = i;
-          found += x[i] >= from && x[i] <= to;
-        }
+        int first = start + part * kWidth;
+        found += append(inside[part], first, least(kWidth, n - first), index + found);
       }
     }
   }
   return found;
 }
 
+// Calls widen(j) for all j, in stretches of one cache line of 16-bit values.
+template <typename Widen>
+INLINE void for_each_half(const uint16_t* x, int n, Widen widen) {
+  constexpr int line = 32;
+  int start = 0;
+  for (; start + line <= n; start += line) {
+    __builtin_prefetch(x + start + kAhead);
+    for (int j = start; j < start + line; ++j) {
+      widen(j);
+    }
+  }
+  for (; start < n; ++start) {
+    widen(start);
+  }
+}
+
 void widen_float16(const uint16_t* x, int n, float* out) {
-  for (int j = 0; j < n; ++j) {
+  for_each_half(x, n, [&](int j) __attribute__((always_inline)) {
     uint32_t h = x[j];
     uint32_t magnitude = (h & 0x7fff) << 13;
     // Rebiasing by a multiplication is exact for subnormals too; infinities and NaN keep theirs.
@@ -449,13 +493,13 @@ void widen_float16(const uint16_t* x, int n, float* out) {
     uint32_t bits =
         (h & 0x7c00) == 0x7c00 ? magnitude | 0x7f800000 : __builtin_bit_cast(uint32_t, value);
     out[j] = __builtin_bit_cast(float, bits | (h & 0x8000) << 16);
-  }
+  });
 }
 
 void widen_bfloat16(const uint16_t* x, int n, float* out) {
-  for (int j = 0; j < n; ++j) {
+  for_each_half(x, n, [&](int j) __attribute__((always_inline)) {
     out[j] = __builtin_bit_cast(float, static_cast<uint32_t>(x[j]) << 16);
-  }
+  });
 }
 
 #define STRING(x) #x

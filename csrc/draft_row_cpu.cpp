@@ -54,6 +54,17 @@ DraftRow::DraftRow(
   }
 }
 
+DraftRow::DraftRow(const DraftViews& views, const Row& row, RowSummary summary)
+    : views_(views), row_(row) {
+  take(std::move(summary));
+}
+
+void DraftRow::take(RowSummary summary) {
+  finite_ = summary.finite;
+  dist_ = summary.dist;
+  block_mass_ = std::move(summary.block_mass);
+}
+
 float DraftRow::prob(int token) const {
   if (views_.kind == DraftKind::OneHot) {
     return token == token_ ? 1.0f : 0.0f;
@@ -202,10 +213,7 @@ float DraftRow::entry_prob(const Entry& entry) const {
 
 void DraftRow::read_dense(const RowSampling& sampling, int b, int row) {
   if (!views_.has_stats) {
-    RowSummary summary = summarise(*row_, sampling);
-    finite_ = summary.finite;
-    dist_ = summary.dist;
-    block_mass_ = std::move(summary.block_mass);
+    take(summarise(*row_, sampling));
     return;
   }
   float stat[NUM_ROW_STATS];

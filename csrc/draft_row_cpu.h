@@ -35,6 +35,8 @@ class DraftRow {
  public:
   // `token` is where a one-hot draft has its mass; other kinds ignore it.
   DraftRow(const DraftViews& views, const RowSampling& sampling, int b, int row, int token);
+  // A dense row without stats that was read before.
+  DraftRow(const DraftViews& views, const Row& row, RowSummary summary);
 
   bool finite() const { return finite_; }
 
@@ -68,11 +70,12 @@ class DraftRow {
     return views_.kind == DraftKind::Dense ? views_.columns : sparse_;
   }
   float entry_prob(const Entry& entry) const;
+  void take(RowSummary summary);
   void read_dense(const RowSampling& sampling, int b, int row);
   void read_sparse(int b, int row);
 
   const DraftViews& views_;
-  int token_;
+  int token_ = PLACEHOLDER_TOKEN;
   bool finite_ = true;
   std::optional<Row> row_; // dense
   Distribution dist_{};

@@ -11,8 +11,9 @@ namespace exactspec {
 namespace {
 
 constexpr float kInf = std::numeric_limits<float>::infinity();
-// Handing a block to another thread costs about as much as summing a few of them.
+// A block takes a third of a microsecond or more, waking a thread several.
 constexpr int kBlocksPerTask = 8;
+constexpr int kFewBlocks = 24; // not worth another thread
 
 // Unsigned keys in the order "logit descending, then id ascending" are themselves descending.
 uint64_t sort_key(float logit, int id) {
@@ -381,6 +382,12 @@ RowSummary summary_of(const Row& row, const RowSampling& sampling, BlockSums& su
 } // namespace
 
 void for_each_block(int num_blocks, const std::function<void(int)>& fn) {
+  if (num_blocks <= kFewBlocks) {
+    for (int block = 0; block < num_blocks; ++block) {
+      fn(block);
+    }
+    return;
+  }
   parallel_for((num_blocks + kBlocksPerTask - 1) / kBlocksPerTask, [&](int task) {
     int end = std::min(num_blocks, (task + 1) * kBlocksPerTask);
     for (int block = task * kBlocksPerTask; block < end; ++block) {

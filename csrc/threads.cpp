@@ -26,7 +26,7 @@ class Workers {
  public:
   explicit Workers(int count) {
     try {
-      for (int i = 0; i < count; ++i) {
+      for (; count_ < count; ++count_) {
         std::thread([this] { work(); }).detach();
       }
     } catch (const std::system_error&) {
@@ -49,7 +49,9 @@ class Workers {
       next_ = 0;
       ++generation_;
     }
-    wake_.notify_all();
+    for (int i = 0; i < std::min(n - 1, count_); ++i) {
+      wake_.notify_one();
+    }
     claim(fn, n);
     // Workers that are still inside the job hold a reference to fn.
     std::unique_lock<std::mutex> lock(mutex_);
@@ -86,6 +88,7 @@ class Workers {
     }
   }
 
+  int count_ = 0;
   std::mutex owner_;
   std::mutex mutex_;
   std::condition_variable wake_;

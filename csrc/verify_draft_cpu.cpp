@@ -91,6 +91,18 @@ class Sequence {
     return *drafts_[slot];
   }
 
+  // Both rows of a slot at once, where both are needed: threads are woken once for them.
+  void read_rows(int slot) {
+    bool reads_draft = job_.options.draft == DraftKind::Dense && !job_.options.has_draft_stats &&
+        rule().kind != Rule::Coupled && rule().kind != Rule::Typical && !sampling_.greedy();
+    if (reads_draft && !targets_[slot] && !drafts_[slot] && can_produce(slot)) {
+      Row row = make_row(job_.draft.rows, b_, slot);
+      auto [target, draft] = summarise(target_row(slot), sampling_, row, draft_sampling_);
+      targets_[slot] = std::move(target);
+      drafts_[slot] = std::make_unique<DraftRow>(job_.draft, row, std::move(draft));
+    }
+  }
+
   float target_prob(int slot) {
     int id = token(slot);
     return id < job_.vocab_size ? target(slot).dist.prob(target_row(slot).logit(id), id) : 0.0f;
@@ -128,6 +140,7 @@ class Sequence {
   // Returns the token after the accepted prefix, or a placeholder where a bad row ends it.
   int accept_prefix() {
     for (int i = 0; i < length_; ++i) {
+      read_rows(i);
       if (!target(i).finite) {
         status_ |= NON_FINITE_TARGET;
         return PLACEHOLDER_TOKEN;
@@ -194,6 +207,7 @@ class Sequence {
     std::vector<double> weight{1.0};
     int n = 0;
     for (; n < length_; ++n) {
+      read_rows(n);
       if (!target(n).finite) {
         status_ |= NON_FINITE_TARGET;
         return PLACEHOLDER_TOKEN;
