@@ -383,6 +383,11 @@ float largest_word(float distance, float best) {
   return u < 1 ? static_cast<float>(u * 0x1p32) : kInf;
 }
 
+// At most log2(w), for a normal w or 0: the exponent and mantissa as they are.
+INLINE float log2_below(float w) {
+  return static_cast<float>(__builtin_bit_cast(int32_t, w)) * 0x1p-23f - 127 - 1e-4f;
+}
+
 int block_noisy_argmax(
     const float* x,
     int n,
@@ -401,12 +406,23 @@ int block_noisy_argmax(
     random_words(key0, key1, position, first + start, word);
     Floats even = load(word), odd = load(word + kWidth);
     if (!any((even <= bound) | (odd <= bound))) {
-      continue; // most vectors, and without a logarithm
+      continue; // most vectors
+    }
+    int count = least(2 * kWidth, n - start);
+    bool needed = false;
+    for (int j = 0; j < count; ++j) {
+      float w = word[j / 2 + j % 2 * kWidth];
+      if (w <= bound) {
+        float most = (x[start + j] - by.max) / by.temperature + 0x1.62e430p-1f * (32 - log2_below(w));
+        needed |= most + 1e-3f >= *best;
+      }
+    }
+    if (!needed) {
+      continue;
     }
     float noise[2 * kWidth];
     store(gumbel_of(even), noise, kWidth);
     store(gumbel_of(odd), noise + kWidth, kWidth);
-    int count = least(2 * kWidth, n - start);
     for (int j = 0; j < count; ++j) {
       int i = start + j, at = j / 2 + j % 2 * kWidth;
       if (word[at] > bound) {
@@ -417,9 +433,9 @@ int block_noisy_argmax(
       if (kept && score > *best) {
         *best = score;
         argmax = i;
+        bound = largest_word(distance, score);
       }
     }
-    bound = largest_word(distance, *best);
   }
   return argmax;
 }

@@ -1,4 +1,4 @@
-"""The CPU's vector loops on every instruction set, and results that depend on neither it nor threads."""
+"""The CPU's vector loops on every instruction set; results depend on neither it nor threads."""
 
 from __future__ import annotations
 
@@ -157,9 +157,7 @@ SAMPLINGS = (
 
 def runs(B: int = 6, K: int = 2, V: int = 70000):
     """Results of all rules and filters, on rows that several threads share."""
-    target, noise = (
-        3 * mx.random.normal((B, n, V), key=mx.random.key(n)) for n in (K + 1, K)
-    )
+    target, noise = (3 * mx.random.normal((B, n, V), key=mx.random.key(n)) for n in (K + 1, K))
     draft = target[:, :K] + 0.2 * noise
     keys = mx.random.split(mx.random.key(7), B)
     for sampling in SAMPLINGS:
