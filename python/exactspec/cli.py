@@ -1,4 +1,4 @@
-"""The command line: ``exactspec generate`` and ``exactspec doctor``."""
+"""The command line: ``exactspec generate``, ``exactspec bench`` and ``exactspec doctor``."""
 
 from __future__ import annotations
 
@@ -38,6 +38,13 @@ SOURCES = {
     "residual": ("yellow", "drawn in place of a rejected draft"),
     "bonus": ("cyan", "drawn after the drafts"),
 }
+
+
+class Level(str, Enum):
+    """What to benchmark."""
+
+    operation = "operation"
+    loop = "loop"
 
 
 class DrafterName(str, Enum):
@@ -193,6 +200,94 @@ def generate(
         print(json.dumps({**setup, **_report(result), "plain": plain and _report(plain)}))
     else:
         _summarise(result, plain, same_text=temperature == 0 or rule == "coupled")
+
+
+@app.command()
+def bench(
+    level: Annotated[
+        Level | None, typer.Argument(help="Default: both, the operation and the decode loop.")
+    ] = None,
+    size: Annotated[
+        list[str] | None,
+        typer.Option(help="B,K,V: sequences, draft tokens, vocabulary. May be repeated."),
+    ] = None,
+    setting: Annotated[
+        list[str] | None, typer.Option(help="Sampling and draft. May be repeated. Default: all.")
+    ] = None,
+    dtype: Annotated[
+        list[str] | None,
+        typer.Option(help="Of the logits. May be repeated. Default: float32 and bfloat16."),
+    ] = None,
+    threads: Annotated[
+        list[int] | None,
+        typer.Option(help="On the CPU. May be repeated. Default: 1 and all cores."),
+    ] = None,
+    rounds: Annotated[
+        int | None, typer.Option(help="Timed calls of each peer. Default: 15, the loop 3.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Folder or Hugging Face name. Default: a packaged SmolLM2.")
+    ] = None,
+    draft_model: Annotated[
+        str | None, typer.Option(help="Default: the model with weights rounded to 4 bits.")
+    ] = None,
+    num_draft_tokens: Annotated[int, typer.Option(help="Tokens drafted per cycle.")] = 4,
+    max_tokens: Annotated[int | None, typer.Option(help="Per text. Default: 96.")] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Few sizes, rounds and tokens: less than a minute.")
+    ] = False,
+    plots: Annotated[
+        Path | None,
+        typer.Option(help="Also vary V, K and B, and draw plots (SVG) into this folder."),
+    ] = None,
+    acceptance: Annotated[
+        Path | None, typer.Option(help="Result of bench_rules.py --json, to be drawn too.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object only.")] = False,
+) -> None:
+    """Time the operation and the decode loop beside other ways to do the same.
+
+    Every peer is verified before it is timed. Install exactspec[bench] for all peers and the plots.
+    """
+    from .bench.plan import Options, Wrong, run
+
+    options = Options(
+        operation=level is not Level.loop,
+        loop=level is not Level.operation,
+        sizes=size,
+        settings=setting,
+        dtypes=dtype,
+        threads=threads,
+        rounds=rounds,
+        model=model,
+        draft_model=draft_model,
+        num_draft_tokens=num_draft_tokens,
+        max_tokens=max_tokens,
+        quick=quick,
+        sweep=plots is not None,
+    )
+    try:
+        if acceptance is not None and plots is None:
+            raise ValueError("--acceptance: expected --plots with it, got none")
+        drawn = None if acceptance is None else json.loads(acceptance.read_text(encoding="utf-8"))
+        if plots is not None:
+            import matplotlib  # noqa: F401  (before the measurements, which take minutes)
+        result = run(options, Console(stderr=True))
+        from .bench.report import plot, tables
+
+        written = [] if plots is None else plot(result, drawn, plots)
+    except Wrong as error:
+        _fail(f"nothing was timed: {error}")
+    except (ValueError, OSError, ImportError) as error:
+        _fail(_name_options(str(error)))
+    if as_json:
+        print(json.dumps(result))
+    else:
+        console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
+        for item in tables(result):
+            console.print(item, soft_wrap=isinstance(item, str), markup=not isinstance(item, str))
+    for path in written:
+        print(f"wrote {path}", file=sys.stderr)
 
 
 @app.command()

@@ -1,0 +1,276 @@
+"""Results of ``exactspec bench`` as tables and as plots."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from rich.table import Table
+
+from ..blas import blas_in_use
+from .peers import OURS
+
+PACKAGES = ("exactspec", "mlx", "mlx-lm", "numpy", "torch", "flashspec-asm-kernel", "mtplx")
+PLOTTED_SETTING = "temperature"
+
+
+def about() -> dict[str, Any]:
+    """What a result needs to say about where it comes from."""
+    return {
+        "command": " ".join(["exactspec", *sys.argv[1:]]),
+        "device": f"{mx.default_device()} {mx.device_info().get('device_name', '')}".strip(),
+        "cpu": f"{_cpu_name()}, {os.cpu_count()} cores",
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "blas": blas_in_use().split(" (")[0],  # without its path
+        "versions": {name: _version(name) for name in PACKAGES},
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
+    names = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+# Tables
+
+
+def tables(result: dict[str, Any]) -> Iterator[Table | str]:
+    """What to print of a result."""
+    if "operation" in result:
+        yield _operation_table(result["operation"]["results"])
+        yield from _absent(result["operation"]["results"])
+        for limit in result["operation"]["limits"]:
+            yield _limit_line(limit)
+    if "loop" in result:
+        loop = result["loop"]
+        yield _loop_table(loop)
+        yield _cycle_table(loop["cycle"])
+    for name in ("command", "device", "cpu", "system", "python", "blas"):
+        yield f"{name}: {result[name]}"
+    yield "versions: " + ", ".join(f"{n} {v}" for n, v in result["versions"].items() if v)
+
+
+def _operation_table(rows: list[dict[str, Any]]) -> Table:
+    table = Table("B, K, V", "setting", "logits", "threads", "peer", title="verify_draft")
+    for column in ("ms", "quartiles", "ratio", "of the limit"):
+        table.add_column(column, justify="right")
+    table.add_column("verified")
+    for row in rows:
+        for name, peer in row["peers"].items():
+            ours = name == OURS
+            low, high = peer["quartiles_ms"]
+            logits = f"{row['dtype']}, {'cold' if row['cold'] else 'hot'}"
+            threads = "gpu" if row["threads"] is None else str(row["threads"])
+            size = ", ".join(map(str, row["size"]))
+            case = (size, row["setting"], logits, threads)
+            table.add_row(
+                *(case if ours else ("",) * 4),
+                name,
+                f"{peer['median_ms']:.3f}",
+                f"{low:.3f} to {high:.3f}",
+                f"{peer['ratio']:.1f}",
+                f"{row['share_of_limit']:.0%}" if ours else "",
+                "" if ours else peer["verified"],
+                style="bold" if ours else "",
+            )
+    return table
+
+
+def _absent(rows: list[dict[str, Any]]) -> Iterator[str]:
+    reasons = {}
+    for row in rows:
+        for name, reason in row["absent"].items():
+            reasons.setdefault((name, reason), []).append(row["setting"])
+    for (name, reason), settings in reasons.items():
+        yield f"not measured: {name}: {reason} ({'; '.join(dict.fromkeys(settings))})"
+
+
+def _limit_line(limit: dict[str, Any]) -> str:
+    where = "gpu" if limit["threads"] is None else f"{limit['threads']} thread(s)"
+    parts = [f"{limit['bytes_per_second'] / 1e9:.1f} GB/s read from memory"]
+    if limit["exps_per_second"] is not None:
+        parts.insert(0, f"{limit['exps_per_second'] / 1e9:.2f} G exponentials/s summed in cache")
+    return f"limit, {where}: {', '.join(parts)}; a call on 64 ids takes {limit['call_ms']:.3f} ms"
+
+
+def _loop_table(loop: dict[str, Any]) -> Table:
+    title = f"decode loop: {loop['model']}; draft model: {loop['draft_model']}"
+    table = Table("prompt", "temperature", "peer", title=title)
+    for column in ("tokens/s", "range", "speed-up", "tokens/cycle", "accepted", "greedy text"):
+        table.add_column(column, justify="right")
+    for row in loop["results"]:
+        table.add_row(
+            row["prompt"],
+            f"{row['temperature']:g}",
+            row["peer"],
+            f"{row['tokens_per_second']:.1f}",
+            f"{row['slowest']:.1f} to {row['fastest']:.1f}",
+            f"{row['speedup']:.2f}",
+            f"{row['tokens_per_cycle']:.2f}",
+            f"{row['mean_accepted_length']:.2f}",
+            "same" if row["same_greedy_text"] else "differs",
+        )
+    return table
+
+
+def _cycle_table(cycle: list[dict[str, Any]]) -> Table:
+    table = Table("drafter", title="a cycle, ms")
+    phases = list(cycle[0]["ms"]) if cycle else []
+    for column in (*phases, "outside the forwards"):
+        table.add_column(column, justify="right")
+    for row in cycle:
+        table.add_row(
+            row["drafter"],
+            *(f"{row['ms'][phase]:.2f}" for phase in phases),
+            f"{row['outside_forwards']:.1%}",
+        )
+    return table
+
+
+# Plots
+
+
+def plot(result: dict[str, Any], acceptance: dict[str, Any] | None, folder: Path) -> list[Path]:
+    """Draw every plot that the result has rows for, as SVG; returns the files.
+
+    Args:
+        result: of ``exactspec bench``.
+        acceptance: of ``benchmarks/bench_rules.py --json``.
+        folder: made if it is missing.
+    """
+    import matplotlib
+
+    matplotlib.use("svg")
+    import matplotlib.pyplot as plt
+
+    # The same result gives the same file.
+    plt.rcParams.update({"svg.hashsalt": "exactspec", "svg.fonttype": "none", "font.size": 9})
+    folder.mkdir(parents=True, exist_ok=True)
+    figures = {}
+    if "operation" in result:
+        rows = result["operation"]["results"]
+        figures["bench_time"] = _plot_times(plt, rows)
+        figures["bench_limit"] = _plot_shares(plt, rows)
+    if "loop" in result and result["loop"]["cycle"]:
+        figures["bench_cycle"] = _plot_cycle(plt, result["loop"]["cycle"])
+    if acceptance is not None:
+        figures["bench_acceptance"] = _plot_acceptance(plt, acceptance["rows"])
+    paths = []
+    for name, figure in figures.items():
+        paths.append(folder / f"{name}.svg")
+        figure.savefig(paths[-1], metadata={"Date": None}, bbox_inches="tight")
+        plt.close(figure)
+    return paths
+
+
+def _plot_times(plt: Any, rows: list[dict[str, Any]]) -> Any:
+    """Time against V, K and B, where the other two are those of most rows."""
+    rows = _plain_rows(rows)
+    figure, axes = plt.subplots(1, 3, figsize=(12, 4), sharey=True)
+    labels = ("B, sequences", "K, draft tokens", "V, vocabulary")
+    base = rows[0]["size"] if rows else None
+    for axis, place in zip(axes, (2, 1, 0)):
+        fixed = [i for i in range(3) if i != place]
+        swept = [row for row in rows if all(row["size"][i] == base[i] for i in fixed)]
+        names = dict.fromkeys(name for row in swept for name in row["peers"])
+        for name in names:
+            points = sorted(
+                {
+                    row["size"][place]: row["peers"][name]["median_ms"]
+                    for row in swept
+                    if name in row["peers"]
+                }.items()
+            )
+            style = {"linewidth": 2.5, "color": "black"} if name == OURS else {}
+            axis.plot(*zip(*points), marker="o", markersize=3, label=name, **style)
+        axis.set(xscale="log", yscale="log", xlabel=labels[place])
+        values = sorted({row["size"][place] for row in swept})
+        axis.set_xticks(values, [str(v) for v in values], rotation=45)
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("ms")
+    axes[-1].legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
+    threads = rows[0]["threads"] if rows else None
+    where = "GPU" if threads is None else f"{threads} thread(s)"
+    figure.suptitle(f"{PLOTTED_SETTING}, dense draft, float32, hot, {where}")
+    return figure
+
+
+def _plain_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of the plotted setting in float32 and hot, of the first number of threads."""
+    rows = [row for row in rows if row["setting"] == PLOTTED_SETTING]
+    rows = [row for row in rows if row["dtype"] == "float32" and not row["cold"]]
+    return [row for row in rows if row["threads"] == rows[0]["threads"]]
+
+
+def _plot_shares(plt: Any, rows: list[dict[str, Any]]) -> Any:
+    """Share of the limit in every row."""
+    labels, shares = [], []
+    for row in reversed(rows):
+        where = "gpu" if row["threads"] is None else f"{row['threads']} thr."
+        cache = "cold" if row["cold"] else "hot"
+        size = ", ".join(map(str, row["size"]))
+        labels.append(f"({size}) {row['setting']}, {row['dtype']}, {cache}, {where}")
+        shares.append(100 * row["share_of_limit"])
+    figure, axis = plt.subplots(figsize=(9, 1 + 0.22 * len(rows)))
+    axis.barh(labels, shares, color="tab:blue")
+    axis.axvline(100, color="black", linewidth=1)
+    axis.set_xlabel("% of the limit measured in the same run")
+    axis.set_ylim(-0.6, len(rows) - 0.4)
+    axis.grid(axis="x", alpha=0.3)
+    return figure
+
+
+def _plot_cycle(plt: Any, cycle: list[dict[str, Any]]) -> Any:
+    """Where the time of a cycle goes, for each drafter; from 0 to 100 %."""
+    figure, axis = plt.subplots(figsize=(9, 1 + 0.5 * len(cycle)))
+    labels = [f"{row['drafter']}\n{sum(row['ms'].values()):.1f} ms" for row in cycle]
+    left = [0.0] * len(cycle)
+    for phase in cycle[0]["ms"]:
+        widths = [100 * row["ms"][phase] / sum(row["ms"].values()) for row in cycle]
+        axis.barh(labels, widths, left=left, label=phase, edgecolor="white", linewidth=0.5)
+        left = [a + b for a, b in zip(left, widths)]
+    axis.invert_yaxis()
+    axis.set(xlim=(0, 100), xlabel="% of a cycle")
+    axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncol=len(cycle[0]["ms"]), fontsize=8)
+    return figure
+
+
+def _plot_acceptance(plt: Any, rows: list[dict[str, Any]]) -> Any:
+    """Mean accepted length against temperature, one panel per drafter."""
+    drafters = list(dict.fromkeys(row["drafter"] for row in rows))
+    figure, axes = plt.subplots(
+        1, len(drafters), figsize=(3 * len(drafters), 3.5), sharey=True, squeeze=False
+    )
+    colours = {rule: f"C{i}" for i, rule in enumerate(dict.fromkeys(r["rule"] for r in rows))}
+    for axis, drafter in zip(axes[0], drafters):
+        for rule, colour in colours.items():
+            points = [
+                (row["temperature"], row["mean_accepted_length"])
+                for row in rows
+                if row["drafter"] == drafter and row["rule"] == rule
+            ]
+            if points:
+                axis.plot(*zip(*points), marker="o", markersize=3, label=rule, color=colour)
+        axis.set(title=drafter, xlabel="temperature")
+        axis.grid(alpha=0.3)
+    axes[0][0].set_ylabel("mean accepted length")
+    handles = [plt.Line2D([], [], color=c, marker="o", markersize=3) for c in colours.values()]
+    axes[0][-1].legend(handles, colours, loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
+    return figure
