@@ -19,7 +19,6 @@ from exactspec_openblas import use_openblas
 use_openblas()
 
 import argparse
-import copy
 import itertools
 import json
 import sys
@@ -27,13 +26,12 @@ from collections import defaultdict
 
 import mlx.core as mx
 import mlx.nn as nn
-from bench_generate import PROMPTS
 from exactspec import Cascade, Sampling, Typical, verify_draft, verify_tree
+from exactspec.bench.loop import PROMPTS, rounded
 from exactspec.cached_model import CachedModel
 from exactspec.drafters import DraftModel, DraftTree, PromptLookup
 from exactspec.generate import generate
 from exactspec.models import DEFAULT_MODEL, load
-from mlx.utils import tree_map
 from mlx_lm.models.cache import KVCache
 from rich.console import Console
 from rich.progress import track
@@ -51,20 +49,6 @@ RULES = {
 WIDTHS = (3, 2, 1, 1)
 BITS = (4, 3)
 NUM_TRIALS = 64
-
-
-def rounded(model: nn.Module, bits: int) -> nn.Module:
-    """A copy of the target with weights rounded to a few bits: it follows the target closely."""
-
-    def round_weights(weights: mx.array) -> mx.array:
-        if weights.ndim < 2:
-            return weights
-        return mx.dequantize(*mx.quantize(weights, 64, bits), 64, bits).astype(weights.dtype)
-
-    draft = copy.deepcopy(model)
-    draft.update(tree_map(round_weights, draft.parameters()))
-    mx.eval(draft.parameters())
-    return draft
 
 
 def prefilled(model: nn.Module, context: list[int]) -> list[KVCache]:

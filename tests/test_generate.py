@@ -778,8 +778,7 @@ def test_one_wait_per_cycle(kind, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(mx, "eval", counting_eval)
-        for name in ("async_eval", "synchronize"):
-            patch.setattr(mx, name, forbidden)
+        patch.setattr(mx, "synchronize", forbidden)
         for name in ("tolist", "item"):
             patch.setattr(mx.array, name, only_after_eval(getattr(mx.array, name)))
         for name in ("__bool__", "__int__", "__float__", "__index__", "__repr__", "__array__"):

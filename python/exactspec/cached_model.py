@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from mlx_lm.models.cache import CacheList, KVCache, make_prompt_cache, trim_prompt_cache
 
 # Tokens per forward while the prompt is read: bounds the memory of attention over a long prompt.
@@ -121,8 +122,11 @@ class CachedModel:
         seen += [text + [num_pending + i for i in line] for line in ancestors[known:]]
         positions = mx.array([start + len(line) - 1 for line in seen], mx.int32)
         end = num_pending + known + len(parents)
-        rows = [[int(i in set(line)) for i in range(end)] for line in seen]
-        visible = mx.pad(mx.array(rows, mx.bool_), [(0, 0), (start, 0)], constant_values=True)
+        rows = np.zeros((len(seen), start + end), bool)
+        rows[:, :start] = True
+        for row, line in zip(rows[:, start:], seen):
+            row[line] = True
+        visible = mx.array(rows)
         layers = [_TreeLayer(cache, positions, visible) for cache in self.cache]
         tokens = mx.concatenate([mx.array(self.pending, mx.int32), drafts.astype(mx.int32)])
         tokens = mx.minimum(tokens, self.vocab_size - 1)

@@ -103,7 +103,7 @@ class Drafter:
         """
 
     def draft(self, limit: int, key: mx.array) -> Draft:
-        """Propose tokens to follow the text, without evaluating an array.
+        """Propose tokens to follow the text, without waiting for an array.
 
         Args:
             limit: propose at most this many, one after the other, 1 to 254; more is an error.
@@ -326,7 +326,7 @@ class DraftModel(_ModelDrafter):
     """Proposes tokens drawn from a smaller model of the same tokenizer.
 
     Each token is drawn by ``exactspec.sample``; the logits and their normalisers go to
-    ``exactspec.verify_draft`` as they are. Nothing is evaluated while drafting. The vocabularies
+    ``exactspec.verify_draft`` as they are. Drafting waits for nothing. The vocabularies
     of both models may be padded differently.
 
     Args:
@@ -393,6 +393,8 @@ class DraftModel(_ModelDrafter):
             rows.append(self._model.feed(token)[-1])
             draws.append(sample(rows[-1], self._sampling, **step_noise))
             token = draws[-1].tokens[None]
+            # The device draws this token while the graph of the next one is built.
+            mx.async_eval(token)
         return Draft(
             draft_tokens=mx.stack([draw.tokens for draw in draws]),
             draft_logits=mx.stack(rows),
@@ -411,7 +413,7 @@ class DraftTree(_ModelDrafter):
 
     Each of a node's children is certain to be proposed, so it is verified as a one-hot draft by
     ``exactspec.verify_tree``: at any temperature a node's children are accepted with their joint
-    probability under the target. Nothing is evaluated while drafting.
+    probability under the target. Drafting waits for nothing.
 
     Args:
         model: an mlx-lm language model whose cache is a plain ``KVCache`` in every layer.
@@ -473,6 +475,7 @@ class DraftTree(_ModelDrafter):
         for depth, width in enumerate(widths):
             children = _likeliest(row, width)
             levels.append(mx.flatten(children))
+            mx.async_eval(levels[-1])  # while the graph of the next level is built
             first = len(parents) - row.shape[0] if depth else -1  # of the nodes that get children
             new = [first + i // children.shape[1] for i in range(children.size)]
             parents += new

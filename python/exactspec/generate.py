@@ -206,8 +206,8 @@ def stream_generate(
     ``"coupled"`` the same holds at every temperature: with the same seed the text is that of plain
     decoding under ``"coupled"``, whatever the drafter.
 
-    Drafting, the target's forward and verification are one lazy graph, so that each cycle waits
-    for the device once.
+    Each cycle waits for the device once: drafting, the target's forward and verification follow
+    each other without a value in between, and the device works while the next graph is built.
 
     Args:
         model: an mlx-lm language model.
@@ -304,6 +304,7 @@ def stream_generate(
                 draft = propose(drafter, min(room - 1, MAX_DRAFT_TOKENS), draft_key)
                 clock.lap("draft_time", draft.draft_tokens)
                 logits = _feed(target, draft)
+                mx.async_eval(logits)
                 clock.lap("target_time", logits)
                 at = position + statistics.generated_tokens
                 cycle = _verify(logits, draft, sampling, rule, verify_key, at, logprobs)

@@ -1,13 +1,10 @@
-"""Plain decoding against drafting, on three prompts: one to copy, one to edit, one without help.
+"""The adaptive draft length against fixed ones, all with prompt lookup.
 
-    python benchmarks/bench_generate.py [--model M] [--draft-model M] [--rounds N] [--json]
-    python benchmarks/bench_generate.py --adaptive [--num-draft-tokens 8]
+    python benchmarks/bench_draft_length.py [--model M] [--num-draft-tokens 8] [--rounds N] [--json]
 
 Greedy texts are compared before anything is timed. Then the drafters take turns in one process,
-each once per round with the round's seed; the table has the median over the rounds.
-
-``--adaptive`` compares the adaptive draft length with fixed ones instead, all with prompt lookup.
-``--cpu-time`` counts the time of this process alone, for a busy machine and models on the CPU.
+each once per round with the round's seed; the table has the median over the rounds. ``--cpu-time``
+counts the time of this process alone, for a busy machine and models on the CPU.
 """
 
 from __future__ import annotations
@@ -20,70 +17,27 @@ use_openblas()
 
 import argparse
 import json
-import platform
 import shlex
 import statistics
 import sys
 import time
-from importlib.metadata import version
-from importlib.resources import files
 from types import SimpleNamespace
 
 from exactspec import Sampling
 from exactspec import generate as generate_module
-from exactspec.blas import blas_in_use
-from exactspec.drafters import Adaptive, Drafter, DraftModel, PromptLookup
+from exactspec.bench.loop import PROMPTS
+from exactspec.bench.report import about
+from exactspec.drafters import Adaptive, Drafter, PromptLookup
 from exactspec.generate import generate
 from exactspec.models import DEFAULT_MODEL, load
 from rich.console import Console
 from rich.table import Table
 
-CODE = '''Rename the variable `x` to `total` in this Python code. Show the whole code.
 
-```python
-def summarise(orders):
-    """Add up the orders and report the largest one."""
-    x = 0
-    largest = None
-    for order in orders:
-        x = x + order.price * order.quantity
-        if largest is None or order.price > largest.price:
-            largest = order
-    print("Number of orders:", len(orders))
-    print("Largest order:", largest)
-    print("Total:", x)
-    return x
-```'''
-
-PROMPTS = {
-    "copy": files("exactspec").joinpath("data/prompt.txt").read_text(encoding="utf-8"),
-    "edit": CODE,
-    # Nothing to look up: what drafting costs where it cannot help.
-    "story": "Write a short story about a lighthouse keeper.",
-}
-
-
-def cpu_name() -> str:
-    if sys.platform == "linux":
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            for line in lines:
-                if line.startswith("model name"):
-                    return line.split(":")[1].strip()
-    return platform.processor() or platform.machine()
-
-
-def make_drafters(options, draft_model) -> dict[str, Drafter | None]:
-    most = options.num_draft_tokens
-    drafters = {"plain": None}
-    if options.adaptive:
-        lengths = [2**i for i in range(most.bit_length()) if 2**i < most] + [most]
-        drafters |= {f"lookup {length}": PromptLookup(length) for length in lengths}
-        drafters["adaptive"] = Adaptive(PromptLookup(most))
-    else:
-        drafters["prompt lookup"] = PromptLookup(most)
-        if draft_model:
-            drafters["draft model"] = DraftModel(*draft_model, most)
-    return drafters
+def make_drafters(most: int) -> dict[str, Drafter | None]:
+    lengths = [2**i for i in range(most.bit_length()) if 2**i < most] + [most]
+    drafters = {"plain": None} | {f"lookup {length}": PromptLookup(length) for length in lengths}
+    return drafters | {"adaptive": Adaptive(PromptLookup(most))}
 
 
 def measure(model, tokenizer, prompt, drafters, temperature, options) -> list[dict]:
@@ -138,35 +92,27 @@ def median_ratio(speeds: list[float], peers: list[float]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", help=f"default: {DEFAULT_MODEL.name}")
-    parser.add_argument("--draft-model", help="also draft with this model")
-    parser.add_argument("--num-draft-tokens", type=int, help="default: 4, with --adaptive 8")
-    parser.add_argument("--adaptive", action="store_true", help="compare draft lengths instead")
+    parser.add_argument("--num-draft-tokens", type=int, default=8, help="the most")
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cpu-time", action="store_true", help="instead of the time on the wall")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args()
-    if options.num_draft_tokens is None:
-        options.num_draft_tokens = 8 if options.adaptive else 4
-
     if options.cpu_time:
         # Statistics and the adaptive draft length both see the loop's clock.
         generate_module.time = SimpleNamespace(perf_counter=time.process_time)
 
     model, tokenizer = load(options.model)
-    draft_model = load(options.draft_model) if options.draft_model else None
     result = {
+        **about(),
         "command": shlex.join(["python", *sys.argv]),
         "model": options.model or DEFAULT_MODEL.name,
-        "cpu": cpu_name(),
-        "blas": blas_in_use().split(" (")[0],  # without its path
-        "versions": {name: version(name) for name in ("exactspec", "mlx", "mlx-lm")},
         "rounds": options.rounds,
         "results": [],
     }
     for name, prompt in PROMPTS.items():
         for temperature in (0.0, 0.7):
-            drafters = make_drafters(options, draft_model)
+            drafters = make_drafters(options.num_draft_tokens)
             rows = measure(model, tokenizer, prompt, drafters, temperature, options)
             result["results"] += [
                 {"prompt": name, "temperature": temperature, **row} for row in rows

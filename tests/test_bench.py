@@ -1,0 +1,242 @@
+"""``exactspec bench``: every peer is verified, a wrong one is refused, and results are complete."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import xml.dom.minidom
+from importlib.util import find_spec
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from exactspec import Sampling, cli
+from exactspec.bench import operation, plan, report
+from exactspec.bench.operation import SETTINGS, Case, Wrong, check_law, check_tokens, measure
+from exactspec.bench.peers import OURS, Absent, NumpyRule, Peer, make_peers
+from test_cli import save_model
+from typer.testing import CliRunner
+
+SMALL = (2, 4, 5000)  # more than one block of the draw
+OPTIONAL = {"torch": 2, "flashspec_asm_kernel": 1, "mtplx": 1}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("target"), chat=True)
+
+
+def invoke(*arguments, code=0):
+    result = CliRunner().invoke(cli.app, ["bench", *map(str, arguments)])
+    assert result.exit_code == code, result.output
+    return result
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_peers_agree_and_are_timed(setting, dtype):
+    row = measure(Case(SMALL, setting, dtype, rounds=3))
+    assert list(row["peers"])[0] == OURS and row["peers"][OURS]["ratio"] == 1
+    assert row["num_accepted"] == 2
+    everything = {*row["peers"], *row["absent"]}
+    assert everything == set(make_peers(*SETTINGS[setting]))
+    for peer in row["peers"].values():
+        low, high = peer["quartiles_ms"]
+        assert 0 < low <= high and peer["median_ms"] > 0
+
+
+def test_peers_that_are_not_installed_are_listed(monkeypatch):
+    monkeypatch.setattr("exactspec.bench.peers.find_spec", lambda name: None)
+    peers = make_peers(Sampling(0.6), "dense")
+    absent = {name: peer.reason for name, peer in peers.items() if isinstance(peer, Absent)}
+    assert len(absent) == sum(OPTIONAL.values())
+    assert all(reason.startswith("not installed: pip install ") for reason in absent.values())
+
+
+def test_installed_peers_are_measured():
+    peers = make_peers(Sampling(0.6), "dense")
+    expected = sum(count for module, count in OPTIONAL.items() if find_spec(module))
+    absent = [peer for peer in peers.values() if isinstance(peer, Absent)]
+    assert len(absent) == sum(OPTIONAL.values()) - expected
+
+
+def with_peer(name, peer):
+    def make(sampling, kind):
+        return {OURS: make_peers(sampling, kind)[OURS], name: peer(sampling, kind)}
+
+    return make
+
+
+class Residual(NumpyRule):
+    """The rule with another residual: the target's own distribution."""
+
+    def _weigh(self, row, out):
+        weights, total = super()._weigh(row, out)
+        return weights, total
+
+    def _sequence(self, target, draft, tokens, uniforms):
+        accepted, last = super()._sequence(target, draft, tokens, uniforms)
+        if accepted < len(tokens):
+            _, last = super()._sequence(target[accepted:][:1], None, tokens[:0], uniforms)
+        return accepted, last
+
+
+class Coin(NumpyRule):
+    """The rule with a coin that accepts too rarely."""
+
+    def _sequence(self, target, draft, tokens, uniforms):
+        uniforms = np.concatenate([np.sqrt(uniforms[:-2]), uniforms[-2:]])
+        return super()._sequence(target, draft, tokens, uniforms)
+
+
+def wrong_peer(rule, same_tokens):
+    def peer(sampling, kind):
+        wrong = rule(sampling)
+        return Peer(wrong.prepare, wrong.run, same_tokens)
+
+    return with_peer("wrong", peer)
+
+
+@pytest.mark.parametrize("setting", ["temperature", "top_k and top_p"])
+@pytest.mark.parametrize("same_tokens", [True, False])
+@pytest.mark.parametrize("rule", [Residual, Coin])
+def test_a_wrong_peer_is_refused(rule, same_tokens, setting):
+    if rule is Coin and same_tokens:
+        pytest.skip("the coins of a case leave no doubt; the law decides")
+    with pytest.raises(Wrong, match="wrong"):
+        measure(Case(SMALL, setting, rounds=1), wrong_peer(rule, same_tokens))
+
+
+@pytest.mark.parametrize("same_tokens", [True, False])
+def test_the_right_rule_is_not_refused(same_tokens):
+    row = measure(Case(SMALL, "temperature", rounds=1), wrong_peer(NumpyRule, same_tokens))
+    assert row["peers"]["wrong"]["verified"] == ("same tokens" if same_tokens else "same law")
+
+
+def test_a_wrong_number_of_accepted_tokens_is_refused():
+    ours = np.array([[3, 4, -1]]), np.array([1])
+    check_tokens("peer", ours, ours, {}, True)
+    check_tokens("peer", ours, (np.array([[3, 9, -1]]), np.array([1])), {}, False)
+    with pytest.raises(Wrong, match=r"accepts \[2\] tokens, not \[1\]"):
+        check_tokens("peer", ours, (ours[0], np.array([2])), {}, True)
+    with pytest.raises(Wrong, match="emits"):
+        check_tokens("peer", ours, (np.array([[3, 9, -1]]), np.array([1])), {}, True)
+
+
+def test_a_wrong_residual_is_refused():
+    def peer(sampling, kind):
+        rule = NumpyRule(sampling)
+        return Peer(rule.prepare, lambda x: (np.ones(SMALL[2]) / SMALL[2], None), part="residual")
+
+    with pytest.raises(Wrong, match="residual"):
+        measure(Case(SMALL, "temperature", rounds=1), with_peer("wrong", peer))
+
+
+@pytest.mark.parametrize("kind", ["dense", "one-hot"])
+@pytest.mark.parametrize("sampling", [Sampling(0.6), Sampling(0.6, top_k=4, top_p=0.8)])
+def test_law_of_verify_draft_passes(sampling, kind):
+    check_law(OURS, make_peers(sampling, kind)[OURS], sampling, kind)
+
+
+def test_work_counts_rows_up_to_the_rejection():
+    V = 1000
+    assert operation.work(Case((1, 4, V), "temperature")) == {"exps": 8 * V, "bytes": 24 * V}
+    assert operation.work(Case((1, 4, V), "temperature, stats")) == {
+        "exps": 5 * V,
+        "bytes": 16 * V,
+    }
+    one_hot = operation.work(Case((2, 8, V), "temperature, one-hot", "bfloat16"))
+    assert one_hot == {"exps": 10 * V, "bytes": 20 * V}
+
+
+def test_share_of_the_limit():
+    limit = {"threads": 1, "exps_per_second": 1e9, "bytes_per_second": 1e9, "call_ms": 0.1}
+    row = {"cold": False, "exps": 10**6, "bytes": 4 * 10**6, "peers": {OURS: {"median_ms": 2.0}}}
+    operation.add_shares(row, limit)
+    assert row["limit_ms"] == pytest.approx(1) and row["share_of_limit"] == pytest.approx(0.5)
+    row["cold"] = True
+    operation.add_shares(row, limit)
+    assert row["limit_ms"] == pytest.approx(4)
+
+
+@pytest.mark.slow
+def test_json_of_both_levels_and_plots(folder, tmp_path):
+    acceptance = tmp_path / "rules.json"
+    lengths = [
+        {"rule": "token", "drafter": "copy", "temperature": t, "mean_accepted_length": 3 - t}
+        for t in (0.0, 1.0)
+    ]
+    acceptance.write_text(json.dumps({"rows": lengths}))
+    pytest.importorskip("matplotlib")
+    code = (
+        "import sys; from exactspec.bench import plan; plan.SWEEPS[:] = [(1, 2, 64), (2, 2, 64)];"
+        "from exactspec.cli import app; app(sys.argv[1:])"
+    )
+    arguments = [
+        *("bench", "--quick", "--size", "1,2,64", "--rounds", "2", "--model", folder),
+        *("--draft-model", folder, "--max-tokens", "8", "--json"),
+        *("--plots", tmp_path / "plots", "--acceptance", acceptance),
+    ]
+    run = subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    result = json.loads(run.stdout)
+    assert {"command", "device", "cpu", "system", "python", "versions"} <= set(result)
+    [limit] = result["operation"]["limits"]
+    assert limit["exps_per_second"] > 1e6 and limit["bytes_per_second"] > 1e7
+    sizes = [tuple(row["size"]) for row in result["operation"]["results"]]
+    assert sizes == [(1, 2, 64), (1, 2, 64), (2, 2, 64)]
+    for row in result["operation"]["results"]:
+        assert 0 < row["share_of_limit"] and row["threads"] == limit["threads"]
+    loop = result["loop"]
+    peers = [row["peer"] for row in loop["results"]]
+    assert peers == [
+        *("plain", "plain, mlx-lm", "prompt lookup"),
+        *("draft model", "draft model, mlx-lm"),
+    ]
+    assert all(row["same_greedy_text"] for row in loop["results"])
+    assert all(row["tokens_per_second"] > 0 for row in loop["results"])
+    for row in loop["cycle"]:
+        assert all(ms >= 0 for ms in row["ms"].values()) and 0 < row["outside_forwards"] < 1
+    plots = sorted(path.name for path in (tmp_path / "plots").iterdir())
+    assert plots == [f"bench_{n}.svg" for n in ("acceptance", "cycle", "limit", "time")]
+    for path in (tmp_path / "plots").iterdir():
+        xml.dom.minidom.parse(str(path))
+
+    lines = [str(item) for item in report.tables(result)]
+    assert any(line.startswith("limit, ") for line in lines)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--size", "1,4"], "--size: expected B,K,V of at least 1, K at most 254, got '1,4'"),
+        (["--size", "1,0,9"], "--size: expected B,K,V"),
+        (["--setting", "x"], "--setting: expected one of temperature; "),
+        (["--dtype", "int8"], "--dtype: expected one of float32; bfloat16; float16, got 'int8'"),
+        (["--threads", "0"], "--threads: expected 1 to "),
+        (["--rounds", "0"], "--rounds: expected at least 1, got 0"),
+        (["--max-tokens", "0"], "--max-tokens: expected at least 1, got 0"),
+        (["--num-draft-tokens", "0"], "--num-draft-tokens: expected at least 1, got 0"),
+        (["--acceptance", "x.json"], "--acceptance: expected --plots with it, got none"),
+        (["loop", "--model", "./none"], "none"),
+    ],
+)
+def test_errors_name_the_option(arguments, message):
+    result = invoke(*arguments, code=1)
+    assert result.stderr.startswith("error: ") and message in result.stderr
+    assert result.stdout == ""
+
+
+def test_quick_measures_less():
+    def cases(**changes):
+        options = plan.Options(*([True, False] + [None] * 7), 4, None, False, False)
+        return plan.plan(options._replace(**changes))
+
+    assert len(cases(quick=True)) == 2 < len(cases()) < len(cases(sweep=True))
+    assert len(set(cases(sweep=True))) == len(cases(sweep=True))
+    assert {case.cold for case in cases()} == {False, True}
+    if mx.default_device() == mx.Device(mx.cpu):
+        assert cases(threads=[1])[0].threads == 1
