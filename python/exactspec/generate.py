@@ -207,7 +207,8 @@ def stream_generate(
     decoding under ``"coupled"``, whatever the drafter.
 
     Each cycle waits for the device once: drafting, the target's forward and verification follow
-    each other without a value in between, and the device works while the next graph is built.
+    each other without a value in between. While a draft model works, the graphs of its next step
+    and of the target's forward are built.
 
     Args:
         model: an mlx-lm language model.
@@ -304,7 +305,6 @@ def stream_generate(
                 draft = propose(drafter, min(room - 1, MAX_DRAFT_TOKENS), draft_key)
                 clock.lap("draft_time", draft.draft_tokens)
                 logits = _feed(target, draft)
-                mx.async_eval(logits)
                 clock.lap("target_time", logits)
                 at = position + statistics.generated_tokens
                 cycle = _verify(logits, draft, sampling, rule, verify_key, at, logprobs)

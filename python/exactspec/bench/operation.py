@@ -46,9 +46,13 @@ NUM_INPUTS = 4
 # Read between calls to leave nothing of the inputs in a cache.
 EVICTION_BYTES = 1 << 29
 
+# A slow peer has fewer rounds: no more than fit into this time, but some.
+PEER_SECONDS = 2.0
+LEAST_ROUNDS = 3
+
 # A law of 7 outcomes, tried LAW_TRIALS times: once in a million for a right peer.
 LAW_VOCABULARY = 7
-LAW_TRIALS = 3000
+LAW_TRIALS = 2000
 LAW_LIMIT = 38.0
 
 
@@ -65,7 +69,7 @@ class Case(NamedTuple):
         dtype: of the logits, a key of ``DTYPES``.
         cold: whether the inputs are in no cache.
         threads: of the CPU; None on a GPU.
-        rounds: timed calls of each peer.
+        rounds: timed calls of each peer, at most.
     """
 
     size: tuple[int, int, int]
@@ -236,12 +240,16 @@ def measure(case: Case, make: Callable[..., dict] = make_peers) -> dict[str, Any
     inputs = [make_inputs(seed, case) for seed in range(NUM_INPUTS)]
     prepared = {name: [peer.prepare(x) for x in inputs] for name, peer in peers.items()}
     half = case.size[1] // 2
+    rounds = {}
     for i, x in enumerate(inputs):
         ours = peers[OURS].run(prepared[OURS][i])
         if np.array(ours[1]).tolist() != [half] * case.size[0]:
             raise Wrong(f"{OURS} does not reject at slot K / 2: {np.array(ours[1]).tolist()}")
         for name, peer in peers.items():
+            start = time.perf_counter()
             theirs = peer.run(prepared[name][i])
+            fitting = PEER_SECONDS / (time.perf_counter() - start)
+            rounds[name] = min(case.rounds, max(LEAST_ROUNDS, round(fitting)))
             if peer.part is not None:
                 check_residual(name, theirs[0], x, sampling)
             elif name != OURS:
@@ -257,6 +265,8 @@ def measure(case: Case, make: Callable[..., dict] = make_peers) -> dict[str, Any
         for i in range(case.rounds):
             turn = i % len(names)
             for name in names[turn:] + names[:turn]:
+                if i >= rounds[name]:
+                    continue
                 x = prepared[name][i % NUM_INPUTS]
                 evict()
                 start = time.perf_counter()
@@ -269,6 +279,7 @@ def measure(case: Case, make: Callable[..., dict] = make_peers) -> dict[str, Any
         "num_accepted": half,
         "peers": {
             name: {
+                "rounds": rounds[name],
                 "median_ms": (median := 1e3 * statistics.median(t)),
                 "quartiles_ms": [1e3 * q for q in _quartiles(t)],
                 "ratio": median / ours_ms,
@@ -377,7 +388,9 @@ def run(cases: list[Case], console: Console) -> dict[str, Any]:
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("operation", total=len(cases))
         for threads in dict.fromkeys(case.threads for case in cases):
-            with ProcessPoolExecutor(1, context, initializer=_use, initargs=(threads,)) as process:
+            with ProcessPoolExecutor(
+                1, context, initializer=use_threads, initargs=(threads,)
+            ) as process:
                 found = [process.submit(limits, threads).result()]
                 measured = []
                 for case in cases:
@@ -402,7 +415,8 @@ def _best(name: str, first: float | None, second: float | None) -> float | None:
     return min(first, second) if name == "call_ms" else max(first, second)
 
 
-def _use(threads: int | None) -> None:
+def use_threads(threads: int | None) -> None:
+    """Have this process compute on so many threads, if it has not begun; None changes nothing."""
     if threads is not None:
         os.environ["EXACTSPEC_THREADS"] = str(threads)
         if find_spec("torch") is not None:
