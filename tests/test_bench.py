@@ -206,8 +206,10 @@ def test_json_of_both_levels_and_plots(folder, tmp_path):
     for path in (tmp_path / "plots").iterdir():
         xml.dom.minidom.parse(str(path))
 
-    lines = [str(item) for item in report.tables(result)]
-    assert any(line.startswith("limit, ") for line in lines)
+    for load, warned in ((0.1, False), (3.0, True)):
+        lines = [str(item) for item in report.tables({**result, "load": load})]
+        assert any(line.startswith("limit, ") for line in lines)
+        assert any("the machine was busy" in line for line in lines) == warned
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,8 @@ from .peers import OURS
 
 PACKAGES = ("exactspec", "mlx", "mlx-lm", "numpy", "torch", "flashspec-asm-kernel", "mtplx")
 PLOTTED_SETTING = "temperature"
+# A load average above which a benchmark has neighbours.
+MOST_LOAD = 0.5
 
 
 def about() -> dict[str, Any]:
@@ -26,6 +28,7 @@ def about() -> dict[str, Any]:
         "command": " ".join(["exactspec", *sys.argv[1:]]),
         "device": f"{mx.default_device()} {mx.device_info().get('device_name', '')}".strip(),
         "cpu": f"{_cpu_name()}, {os.cpu_count()} cores",
+        "load": os.getloadavg()[0],  # what else was running before
         "system": platform.platform(),
         "python": platform.python_version(),
         "blas": blas_in_use().split(" (")[0],  # without its path
@@ -63,6 +66,11 @@ def tables(result: dict[str, Any]) -> Iterator[Table | str]:
         yield _cycle_table(loop["cycle"])
     for name in ("command", "device", "cpu", "system", "python", "blas"):
         yield f"{name}: {result[name]}"
+    if result["load"] > MOST_LOAD:
+        yield (
+            f"[warning] the machine was busy (load {result['load']:.1f}): MLX hands each call to a "
+            "thread that then waits for a core, so these times and ratios are not to be relied on"
+        )
     yield "versions: " + ", ".join(f"{n} {v}" for n, v in result["versions"].items() if v)
 
 
