@@ -296,11 +296,11 @@ class FailingLayer:
         self.layer, self.calls = layer, calls
         self.use_sliding = layer.use_sliding
 
-    def __call__(self, *args):
+    def __call__(self, *args, **options):
         self.calls -= 1
         if self.calls < 0:
             raise KeyboardInterrupt
-        return self.layer(*args)
+        return self.layer(*args, **options)
 
 
 @pytest.mark.parametrize("calls", [0, 1, 2, 4])
@@ -320,10 +320,12 @@ def test_a_forward_that_fails_half_way_leaves_the_text_in_the_cache(kind, calls)
     yielded.append(next(stream).token)
     target.layers[1] = FailingLayer(target.layers[1], calls)
     with pytest.raises(KeyboardInterrupt):
-        yielded += [item.token for item in stream]
+        for item in stream:
+            yielded.append(item.token)
     # What was pending could not be fed by the broken model.
     assert len({layer.offset for layer in cache}) == 1
-    assert cache[0].offset in range(len(PROMPT) + len(yielded) - 5, len(PROMPT) + len(yielded) + 1)
+    text = PROMPT + yielded
+    assert len(text) - 5 <= cache[0].offset <= len(text)
 
 
 @pytest.mark.parametrize(

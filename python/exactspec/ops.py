@@ -201,7 +201,8 @@ def verify_draft(
     ``"coupled"`` (Daliri et al. 2408.07978): every token is the target's own choice by noise that
     is a function of key, position and token id, and drafts are accepted while they are that choice.
     With the same key the text is the same whatever the drafter, or without one. Draw drafts by
-    ``sample(..., rule="coupled")`` with the same keys. The draft's distribution is not read.
+    ``sample(..., rule="coupled")`` with the same keys. The draft's distribution is not read. Needs
+    ``keys`` and ``positions``.
 
     :class:`Typical` and :class:`Cascade` are lossy: results have ``exact=False``.
 
