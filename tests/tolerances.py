@@ -17,6 +17,8 @@ STATS = 2e-5
 
 # Largest share of replayed rows whose result hangs on a tie.
 TIE_SHARE = 0.03
+# Of trees, where a sequence takes several decisions at every node.
+TREE_TIE_SHARE = 0.05
 
 # A chi-square test fails below this probability of a larger statistic, and its control above it.
 CHI_SQUARE_P = 1e-3
