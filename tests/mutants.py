@@ -159,7 +159,7 @@ MUTANTS = [
         VERIFY,
         "return draw_residual(i, weight[i], mass);",
         "return draw_residual(i, 1.0);",
-        (case("block-residual-has-the-weight"), stratified_block("dense-2")),
+        (case("block-residual-has-the-weight"),),
     ),
     Mutant(
         "block: sum of the row before",
