@@ -129,7 +129,6 @@ class CachedModel:
         visible = mx.array(rows)
         layers = [_TreeLayer(cache, positions, visible) for cache in self.cache]
         tokens = mx.concatenate([mx.array(self.pending, mx.int32), drafts.astype(mx.int32)])
-        tokens = mx.minimum(tokens, self.vocab_size - 1)
         logits = self._call(tokens[:, None], layers)[:, 0]
         self.pending = []
         self.num_drafts += len(parents)
@@ -172,14 +171,14 @@ class CachedModel:
             mx.eval([c.state for c in self.cache])
 
     def _forward(self, tokens: mx.array) -> mx.array:
-        # Another model of the same tokenizer may be padded to a wider vocabulary. Its padding ids
-        # must not index past this model's embedding; what they are replaced by does not matter,
-        # since no text that is kept depends on it.
-        tokens = mx.minimum(tokens, self.vocab_size - 1)
         return self._call(tokens[None], self.cache)[0]
 
     def _call(self, tokens: mx.array, cache: list[Any]) -> mx.array:
         """Call the model; if it fails half-way, every layer's cache is what it was."""
+        # Another model of the same tokenizer may be padded to a wider vocabulary. Its padding ids
+        # must not index past this model's embedding; what they are replaced by does not matter,
+        # since no text that is kept depends on it.
+        tokens = mx.minimum(tokens, self.vocab_size - 1)
         before = [getattr(layer, "offset", None) for layer in self.cache]
         try:
             return self.model(tokens, cache=cache)

@@ -232,7 +232,7 @@ class PromptLookup(Drafter):
         rule: Rule,
         position: int,
     ) -> None:
-        _check_rule_fits("PromptLookup", rule, is_tree=self.num_branches > 1)
+        _check_rule_fits("PromptLookup", rule, is_tree=self.proposes_trees)
         self._text: list[int] = []
         # N-gram (of any length in use) -> positions of the token after its latest occurrences.
         self._followers: dict[tuple[int, ...], deque[int]] = {}
