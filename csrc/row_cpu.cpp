@@ -45,11 +45,30 @@ bool has_weight(float logit, float max, float temperature) {
   return w > 0;
 }
 
+float measured_temperature(const RowSampling& sampling) {
+  bool untempered = sampling.greedy() ||
+      (sampling.has_filters() && sampling.order == Order::TemperatureLast);
+  return untempered ? 1.0f : sampling.temperature;
+}
+
+bool uses_top_k(const RowSampling& sampling, const Row& row) {
+  return sampling.top_k > 0 && sampling.top_k < row.size;
+}
+
 // Maximum and mass of every block of a row, whose parts may be read by several threads.
 class BlockSums {
  public:
-  BlockSums(const Row& row, float temperature)
-      : max(row.num_blocks()), mass(row.num_blocks()), row_(row), temperature_(temperature) {
+  BlockSums(const Row& row, const RowSampling& sampling)
+      : max(row.num_blocks()),
+        mass(row.num_blocks()),
+        row_(row),
+        temperature_(measured_temperature(sampling)) {
+    int num_pieces = (row.size + kPiece - 1) / kPiece;
+    // Where k ids are to be found in fewer blocks, in each of many pieces there is hardly more than one.
+    if (uses_top_k(sampling, row) && sampling.top_k > row.num_blocks() &&
+        sampling.top_k <= num_pieces / 2) {
+      piece_max.resize(num_pieces);
+    }
     // Masses are relative to a logit of the row, so no block has to be read for its maximum first.
     for (int block = 0; block < row.num_blocks() && reference_ == -kInf; ++block) {
       float buffer[DRAW_BLOCK];
@@ -70,6 +89,9 @@ class BlockSums {
     sum(reference_);
     if (is_far(block)) {
       sum(max[block]);
+    }
+    if (!piece_max.empty()) {
+      block_ops.piece_maxima(x, n, &piece_max[block * (DRAW_BLOCK / kPiece)]);
     }
   }
 
@@ -94,6 +116,7 @@ class BlockSums {
 
   std::vector<float> max;
   std::vector<double> mass;
+  std::vector<float> piece_max; // of every kPiece ids, where the search for the cut needs them
   float row_max = -kInf;
   double total = 0;
 
@@ -209,8 +232,6 @@ class RankSearch {
     return static_cast<int>(std::min((sums_.row_max - logit) * per_logit_, kBins - 1.0f));
   }
 
-  bool may_hold(int block, float from) const { return sums_.max[block] >= from; }
-
   void fill() {
     int num_blocks = row_.num_blocks();
     int per_part = std::max(8, (num_blocks + kParts - 1) / kParts);
@@ -219,7 +240,7 @@ class RankSearch {
     parallel_for(num_parts, [&](int part) {
       int end = std::min(num_blocks, (part + 1) * per_part);
       for (int block = part * per_part; block < end; ++block) {
-        if (may_hold(block, floor_)) {
+        if (sums_.max[block] >= floor_) {
           count(block, &bins[part * kBins]);
         }
       }
@@ -256,20 +277,22 @@ class RankSearch {
       to += slack;
     }
     SortedPrefix ids;
-    for (int block = 0; block < row_.num_blocks(); ++block) {
-      if (!may_hold(block, from)) {
+    const auto& maxima = sums_.piece_max.empty() ? sums_.max : sums_.piece_max;
+    int span = sums_.piece_max.empty() ? DRAW_BLOCK : kPiece;
+    for (size_t i = 0; i < maxima.size(); ++i) {
+      if (maxima[i] < from) {
         continue;
       }
-      int first = block * DRAW_BLOCK;
-      int n = row_.block_size(block);
+      int first = static_cast<int>(i) * span;
+      int n = std::min(span, row_.size - first);
       float buffer[DRAW_BLOCK];
       int index[DRAW_BLOCK];
       const float* x = row_.block(first, n, buffer);
       int found = block_ops.find(x, n, from, to, index);
-      for (int i = 0; i < found; ++i) {
-        float logit = x[index[i]];
+      for (int j = 0; j < found; ++j) {
+        float logit = x[index[j]];
         if (bins_.empty() || bin(logit) == chosen) {
-          ids.add(logit, first + index[i]);
+          ids.add(logit, first + index[j]);
         }
       }
     }
@@ -287,17 +310,17 @@ class RankSearch {
 // The ids that top_k and top_p keep, at the temperature they are measured at.
 Prefix rank_prefix(
     const Row& row, const RowSampling& sampling, const BlockSums& sums, float temperature) {
-  bool use_top_k = sampling.top_k > 0 && sampling.top_k < row.size;
+  bool use_top_k = uses_top_k(sampling, row);
   bool use_top_p = sampling.top_p > 0 && sampling.top_p < 1;
   bool renormalised = use_top_p && use_top_k && sampling.order == Order::Sequential;
   size_t limit = use_top_k ? sampling.top_k : row.size;
   double total = sums.total;
 
   float floor = -kInf;
-  bool few = limit <= sums.max.size();
+  bool few = limit <= sums.max.size() || !sums.piece_max.empty();
   if (few) {
-    // k blocks have a maximum at or above this one, so k ids do.
-    auto maxima = sums.max;
+    // k blocks (or pieces) have a maximum at or above this one, so k ids do.
+    auto maxima = sums.piece_max.empty() ? sums.max : sums.piece_max;
     std::nth_element(maxima.begin(), maxima.begin() + (limit - 1), maxima.end(), std::greater<>());
     floor = maxima[limit - 1];
   }
@@ -318,7 +341,7 @@ Prefix rank_prefix(
 Prefix filtered_prefix(
     const Row& row, const RowSampling& sampling, const BlockSums& sums, float temperature) {
   Prefix prefix{{-kInf, row.size - 1}, sums.total};
-  bool use_top_k = sampling.top_k > 0 && sampling.top_k < row.size;
+  bool use_top_k = uses_top_k(sampling, row);
   bool use_top_p = sampling.top_p > 0 && sampling.top_p < 1;
   if (use_top_k || use_top_p) {
     prefix = rank_prefix(row, sampling, sums, temperature);
@@ -334,12 +357,6 @@ Prefix filtered_prefix(
     }
   }
   return prefix;
-}
-
-float measured_temperature(const RowSampling& sampling) {
-  bool untempered = sampling.greedy() ||
-      (sampling.has_filters() && sampling.order == Order::TemperatureLast);
-  return untempered ? 1.0f : sampling.temperature;
 }
 
 RowSummary summary_of(const Row& row, const RowSampling& sampling, BlockSums& sums) {
@@ -455,15 +472,15 @@ float Distribution::prob(float logit, int id) const {
 }
 
 RowSummary summarise(const Row& row, const RowSampling& sampling) {
-  BlockSums sums(row, measured_temperature(sampling));
+  BlockSums sums(row, sampling);
   for_each_block(row.num_blocks(), [&](int block) { sums.read(block); });
   return summary_of(row, sampling, sums);
 }
 
 std::pair<RowSummary, RowSummary> summarise(
     const Row& row, const RowSampling& sampling, const Row& other, const RowSampling& other_sampling) {
-  BlockSums sums(row, measured_temperature(sampling));
-  BlockSums other_sums(other, measured_temperature(other_sampling));
+  BlockSums sums(row, sampling);
+  BlockSums other_sums(other, other_sampling);
   int num_blocks = row.num_blocks();
   for_each_block(num_blocks + other.num_blocks(), [&](int block) {
     block < num_blocks ? sums.read(block) : other_sums.read(block - num_blocks);
