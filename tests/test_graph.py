@@ -425,6 +425,7 @@ def test_threads(backend):
     for thread in threads:
         thread.join()
     assert not faults, faults
+    assert exactspec.ops._ext is exactspec._ext  # the simulator's stand-in is gone
 
 
 # Strides

@@ -10,6 +10,7 @@ import importlib.machinery
 import importlib.util
 import shutil
 import subprocess
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -89,11 +90,15 @@ def changed_shader(change: Callable[[str], str]) -> Iterator[None]:
         controls.clear_library(LIBRARY)
 
 
+# Patches of two threads that overlap would leave the later one's behind.
+_patching = threading.RLock()
+
+
 def _operation(name: str, module: str = "exactspec.ops"):
     def call(*args, **kwargs):
         operations = importlib.import_module(module)
         _controls()
-        with mock.patch.object(operations, "_ext", _module("_ext")):
+        with _patching, mock.patch.object(operations, "_ext", _module("_ext")):
             return getattr(operations, name)(*args, **kwargs)
 
     call.__name__ = name
