@@ -10,7 +10,7 @@ run: $(VENV)/installed
 	$(BIN)/exactspec generate --compare
 
 test: $(VENV)/installed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto --dist worksteal --maxfail 10
 
 # Cross-compiles the macOS extension and links it with MLX's macOS library. Runs nothing of it.
 mac-check: $(VENV)/installed

@@ -13,8 +13,6 @@ import zlib
 import pytest
 from backends import BACKENDS
 
-FIGURES = pytest.StashKey[list]()
-
 
 @pytest.fixture(params=BACKENDS, ids=lambda backend: backend.name)
 def backend(request):
@@ -44,19 +42,21 @@ def _simulator(request):
 
 
 @pytest.fixture
-def figure(request, record_property):
+def figure(record_property):
     """``figure(name, value)``: shown at the end of the run and kept in the JUnit report."""
-
-    def report(name: str, value: float) -> None:
-        record_property(name, value)
-        request.config.stash.setdefault(FIGURES, []).append((request.node.name, name, value))
-
-    return report
+    # As a plain float, which one process of a test run can send to another.
+    return lambda name, value: record_property(name, float(value))
 
 
-def pytest_terminal_summary(terminalreporter, config):
-    figures = config.stash.get(FIGURES, [])
-    if figures:
+def pytest_terminal_summary(terminalreporter):
+    reports = [r for rs in terminalreporter.stats.values() for r in rs if hasattr(r, "when")]
+    lines = [
+        f"{report.nodeid.split('::', 1)[1]}: {name} = {value:.4g}"
+        for report in sorted(reports, key=lambda report: report.nodeid)
+        if report.when == "teardown"
+        for name, value in report.user_properties
+    ]
+    if lines:
         terminalreporter.section("figures")
-    for test, name, value in figures:
-        terminalreporter.line(f"{test}: {name} = {value:.4g}")
+    for line in lines:
+        terminalreporter.line(line)
