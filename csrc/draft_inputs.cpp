@@ -1,9 +1,39 @@
 #include "draft_inputs.h"
 
 #include "dtypes.h"
-#include "law.h"
+#include "sequence_primitive.h"
 
 namespace exactspec {
+
+DraftKind Draft::kind() const {
+  return logits ? DraftKind::Dense : ids ? DraftKind::Sparse : DraftKind::OneHot;
+}
+
+mx::array Draft::rows() const {
+  return logits ? *logits : ids.value_or(absent());
+}
+
+mx::Shape check_target(
+    const char* op,
+    const char* n,
+    const mx::array& target_logits,
+    const std::optional<mx::array>& token_bitmask) {
+  check_logits_dtype(op, "target_logits", target_logits);
+  const auto& shape = target_logits.shape();
+  if (shape.size() < 2 || shape.size() > 3 || shape[shape.size() - 2] < 1 || shape.back() < 1) {
+    auto rows = std::string(n) + " + 1, V]";
+    bad_argument(
+        op, "target_logits", "shape [B, " + rows + " or [" + rows + " with V >= 1", describe(shape));
+  }
+  mx::Shape batch_shape(shape.begin(), shape.end() - 2);
+  if (token_bitmask) {
+    check_ids_dtype(op, "token_bitmask", *token_bitmask);
+    int words = (shape.back() + 31) / 32;
+    check_shape(
+        op, "token_bitmask", *token_bitmask, with(batch_shape, {shape[shape.size() - 2], words}));
+  }
+  return batch_shape;
+}
 
 void check_draft(const char* op, const Draft& draft, const mx::Shape& batch_shape, int num_rows) {
   if (draft.ids.has_value() != draft.probs.has_value()) {

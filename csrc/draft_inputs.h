@@ -1,8 +1,9 @@
-// The draft's distributions as inputs of an operation.
+// What the operations that verify a draft have in common: its distributions, and the target's rows.
 #pragma once
 
 #include <optional>
 
+#include "law.h"
 #include "mlx/array.h"
 
 namespace exactspec {
@@ -16,7 +17,18 @@ struct Draft {
   std::optional<mx::array> probs; // [batch..., rows, S] f32
   std::optional<mx::array> vocab; // [Vd] i32
   std::optional<mx::array> stats; // [batch..., rows, NUM_ROW_STATS] f32
+
+  DraftKind kind() const;
+  mx::array rows() const; // logits or ids
 };
+
+// Checks the logits, [batch..., n + 1, V] where the operation calls its drafts n, and a bitmask of their
+// rows. Returns the shape of the batch.
+mx::Shape check_target(
+    const char* op,
+    const char* n,
+    const mx::array& target_logits,
+    const std::optional<mx::array>& token_bitmask);
 
 void check_draft(const char* op, const Draft& draft, const mx::Shape& batch_shape, int num_rows);
 

@@ -28,36 +28,20 @@ std::vector<mx::array> verify_tree(
     mx::StreamOrDevice stream_or_device) {
   auto stream = resolve_stream(kOp, stream_or_device);
 
-  check_logits_dtype(kOp, "target_logits", target_logits);
-  const auto& shape = target_logits.shape();
-  if (shape.size() < 2 || shape.size() > 3 || shape[shape.size() - 2] < 1 || shape.back() < 1) {
-    bad_argument(
-        kOp, "target_logits", "shape [B, N + 1, V] or [N + 1, V] with V >= 1", describe(shape));
-  }
-  mx::Shape batch_shape(shape.begin(), shape.end() - 2);
+  mx::Shape batch_shape = check_target(kOp, "N", target_logits, token_bitmask);
   int num_nodes = target_logits.shape(-2) - 1;
-  int vocab_size = target_logits.shape(-1);
 
   check_ids_dtype(kOp, "draft_tokens", draft_tokens);
   check_shape(kOp, "draft_tokens", draft_tokens, with(batch_shape, {num_nodes}));
   check_dtype(kOp, "parents", parents, {mx::int32});
   check_shape(kOp, "parents", parents, with(batch_shape, {num_nodes}));
   check_draft(kOp, draft, batch_shape, num_nodes + 1);
-  if (token_bitmask) {
-    check_ids_dtype(kOp, "token_bitmask", *token_bitmask);
-    check_shape(
-        kOp,
-        "token_bitmask",
-        *token_bitmask,
-        with(batch_shape, {num_nodes + 1, (vocab_size + 31) / 32}));
-  }
 
-  auto rows = draft.logits ? draft.logits : draft.ids;
   std::vector<mx::array> inputs{
       target_logits,
       draft_tokens,
       parents,
-      rows.value_or(absent()),
+      draft.rows(),
       draft.probs.value_or(absent()),
       draft.vocab.value_or(absent()),
       draft.stats.value_or(absent()),
@@ -67,9 +51,7 @@ std::vector<mx::array> verify_tree(
   append_parameters(inputs, kOp, "draft_sampling", draft_sampling, batch_shape, stream);
 
   VerifyTree::Options options{
-      draft.logits    ? DraftKind::Dense
-          : draft.ids ? DraftKind::Sparse
-                      : DraftKind::OneHot,
+      draft.kind(),
       sampling.order,
       draft_sampling.order,
       replacement,
