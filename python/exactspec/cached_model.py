@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -12,6 +13,9 @@ from mlx_lm.models.cache import CacheList, KVCache, make_prompt_cache, trim_prom
 
 # Tokens per forward while the prompt is read: bounds the memory of attention over a long prompt.
 PREFILL_CHUNK = 512
+
+# What mlx-lm's models call the part of them that turns tokens into hidden states.
+_BACKBONES = ("model", "transformer", "backbone")
 
 
 class CachedModel:
@@ -35,6 +39,9 @@ class CachedModel:
         self.num_drafts = 0
         self._ancestors: list[list[int]] = []  # of each draft in a tree, itself the last
         self._cache_is_callers = cache is not None
+        self._receive: Callable[[mx.array], None] | None = None
+        self._recorder: _Recorder | None = None
+        self._hidden: list[mx.array] = []  # of what was fed since ``settle``
         # The graph of one token tells the width of the logits; it is never evaluated.
         self.vocab_size: int = model(mx.zeros((1, 1), mx.int32)).shape[-1]
 
@@ -53,6 +60,30 @@ class CachedModel:
                 "drafter (a rotating cache will do until it is full)"
             )
 
+    def hand_over_hidden_states(self, op: str, receive: Callable[[mx.array], None]) -> None:
+        """From now on call ``receive`` with the hidden states of the text, a piece at a time.
+
+        A piece is an array ``[n, d]``, not evaluated: what the model's backbone returned for the
+        next n tokens of the text. Those of the prompt come while it is read, then those of each
+        forward when ``settle`` tells which of its tokens became text.
+
+        Raises:
+            ValueError: for a model whose backbone is not found.
+        """
+        recorded = _recorded(self.model)
+        if recorded is not None:
+            model, recorder = recorded
+            model(mx.zeros((1, 1), mx.int32))  # never evaluated
+            output = recorder.take()
+            if isinstance(output, mx.array) and output.shape[:-1] == (1, 1):
+                self.model, self._recorder, self._receive = model, recorder, receive
+                return
+        raise ValueError(
+            f"[{op}] model: expected one that takes its logits from the output of its "
+            f"{', '.join(_BACKBONES[:-1])} or {_BACKBONES[-1]}, to draft from hidden states, got "
+            f"{type(self.model).__module__}.{type(self.model).__qualname__}"
+        )
+
     def prefill(self) -> None:
         """Feed all pending tokens but the last, in chunks, and evaluate the cache."""
         while len(self.pending) > 1:
@@ -60,6 +91,8 @@ class CachedModel:
             self._forward(mx.array(chunk, mx.int32))
             # They are in the cache from here on, also if evaluating it is interrupted.
             del self.pending[: len(chunk)]
+            if self._receive is not None:
+                self._receive(self._hidden.pop())
             mx.eval([c.state for c in self.cache])
             mx.clear_cache()
 
@@ -145,17 +178,25 @@ class CachedModel:
             path: numbers of those drafts, ascending. Default: they are the first drafts.
         """
         kept = min(num_accepted, self.num_drafts)
+        hidden = mx.concatenate(self._hidden) if self._hidden else None
         if path is not None:
             fed = [node for node in path[:num_accepted] if node < self.num_drafts]
             kept = len(fed)
             if fed != list(range(kept)):
+                if hidden is not None:
+                    start = hidden.shape[0] - self.num_drafts
+                    hidden[start : start + kept] = hidden[mx.array(fed) + start]
                 for cache in self.cache:
                     _compact(cache, cache.offset - self.num_drafts, fed)
         if kept < self.num_drafts:
             trim_prompt_cache(self.cache, self.num_drafts - kept)
+        num_rejected = self.num_drafts - kept
         self.num_drafts = 0
         self._ancestors = []
+        self._hidden = []
         self.pending += tokens[kept:]
+        if hidden is not None:
+            self._receive(hidden[: hidden.shape[0] - num_rejected])
 
     def forget(self, num_tokens: int) -> None:
         """Take the last ``num_tokens`` tokens of the text back; there are no drafts."""
@@ -165,6 +206,7 @@ class CachedModel:
 
     def finish(self) -> None:
         """Feed what is pending, so that a cache of the caller's holds the whole text."""
+        self._receive = None  # there is no draft to come
         if self._cache_is_callers and self.pending:
             self.prefill()
             self.feed(mx.zeros((0,), mx.int32))
@@ -181,12 +223,54 @@ class CachedModel:
         tokens = mx.minimum(tokens, self.vocab_size - 1)
         before = [getattr(layer, "offset", None) for layer in self.cache]
         try:
-            return self.model(tokens, cache=cache)
+            logits = self.model(tokens, cache=cache)
         except BaseException:
             for layer, offset in zip(self.cache, before):
                 if offset is not None and layer.offset != offset and layer.is_trimmable():
                     layer.trim(layer.offset - offset)
             raise
+        if self._receive is not None:
+            hidden = self._recorder.take()
+            self._hidden.append(hidden.reshape(-1, hidden.shape[-1]))
+        return logits
+
+
+class _Recorder:
+    """Stands in for a part of a model and keeps what it returned last."""
+
+    def __init__(self, part: Any):
+        self._part = part
+        self._output: Any = None
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        self._output = self._part(*args, **options)
+        return self._output
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._part, name)
+
+    def take(self) -> Any:
+        output, self._output = self._output, None
+        return output
+
+
+def _recorded(model: Any) -> tuple[Any, _Recorder] | None:
+    """The model with its backbone recorded: a shallow copy, so that the caller's is left alone.
+
+    The model is still called as a whole: many scale or cap their logits behind the projection.
+    """
+    inner = getattr(model, "language_model", None)
+    if inner is not None:
+        name, recorded = "language_model", _recorded(inner)
+    else:
+        name = next((name for name in _BACKBONES if callable(getattr(model, name, None))), None)
+        recorded = name and (_Recorder(getattr(model, name)),) * 2
+    if not recorded:
+        return None
+    part, recorder = recorded
+    outer = copy.copy(model)
+    setattr(outer, name, part)
+    return outer, recorder
 
 
 def _untrimmable(cache: Any, num_tokens: int) -> list[str]:

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import trim_prompt_cache
 
 from .cached_model import CachedModel
 from .draft_length import DraftLength
+from .heads import Head
 from .models import same_tokenizer
-from .ops import sample
+from .ops import PLACEHOLDER_TOKEN, sample
 from .rules import Cascade, Rule
 from .sampling import Sampling, check_sampling
 
 # A key gives verify_draft this many coins.
 MAX_DRAFT_TOKENS = 254
+
+# Entries of a head that may be due while it is not asked: they cost less together.
+MOST_ENTRIES_DUE = 16
 
 
 class Draft(NamedTuple):
@@ -62,8 +68,9 @@ class Drafter:
 
     For each text the loop calls ``begin`` once, then in every cycle ``draft`` (if there is room
     for a draft), ``observe`` and ``extend``, and at the end ``finish``, also when the consumer
-    stopped early or ``begin`` failed. A drafter serves one text at a time: ``begin`` starts over,
-    and the generation of an earlier text, should it go on, raises ``RuntimeError``.
+    stopped early or ``begin`` failed. With ``needs_hidden_states`` it calls ``receive``, too. A
+    drafter serves one text at a time: ``begin`` starts over, and the generation of an earlier text,
+    should it go on, raises ``RuntimeError``.
 
     Any proposal leaves the distribution of the text exact, as long as each token was drawn from
     the distribution handed over with it, with randomness of its own, and the number of tokens
@@ -76,6 +83,9 @@ class Drafter:
 
     # Whether ``draft`` may return a tree: the target is then checked to take one.
     proposes_trees: bool = False
+
+    # Whether the loop calls ``receive``: the target is then checked to have hidden states.
+    needs_hidden_states: bool = False
 
     # The statistics of the text that the drafter serves; set and compared by the loop.
     _serves: Any = None
@@ -124,6 +134,16 @@ class Drafter:
     def extend(self, tokens: list[int], num_accepted: int) -> None:
         """Append ``tokens`` to the text; the first ``num_accepted`` of them are the first tokens
         of the last draft (of a tree: a path from the text), and the rest of it was rejected."""
+
+    def receive(self, hidden: mx.array) -> None:
+        """Take the target's hidden states of the next n tokens of the text, from its first on.
+
+        While the prompt is read, they come in chunks of it, up to its last token but one. Then they
+        come in every cycle before ``extend``: of the text's last token, and of the accepted ones.
+
+        Args:
+            hidden: ``[n, d]``, not evaluated.
+        """
 
     def finish(self) -> None:
         """End the text, as far as ``begin`` got."""
@@ -376,36 +396,56 @@ class DraftModel(_ModelDrafter):
 
     def draft(self, limit: int, key: mx.array) -> Draft:
         count = min(limit, self.num_draft_tokens)
-        token = mx.zeros((0,), mx.int32)
-        rows, draws = [], []
-        if self._rule == "coupled":
-            noise = [
-                {
-                    "rule": "coupled",
-                    "keys": key,
-                    "positions": mx.array(self._position + i, mx.int32),
-                }
-                for i in range(count)
-            ]
-        else:
-            noise = [{"keys": step_key} for step_key in mx.random.split(key, count)]
-        for step_noise in noise:
-            rows.append(self._model.feed(token)[-1])
-            draws.append(sample(rows[-1], self._sampling, **step_noise))
-            token = draws[-1].tokens[None]
-            # The device draws this token while the graph of the next one is built.
-            mx.async_eval(token)
-        return Draft(
-            draft_tokens=mx.stack([draw.tokens for draw in draws]),
-            draft_logits=mx.stack(rows),
-            draft_stats=mx.stack([draw.row_stats for draw in draws]),
-            draft_sampling=self._sampling,
-            status=mx.stack([draw.status for draw in draws]),
-        )
+        noise = _draw_noise(self._rule, key, self._position, count)
+        return _draw(lambda token: self._model.feed(token)[-1], noise, self._sampling)
 
     def extend(self, tokens: list[int], num_accepted: int) -> None:
         self._position += len(tokens)
         self._model.settle(tokens, num_accepted)
+
+
+def _draw_noise(rule: Rule, key: mx.array, position: int, count: int) -> list[dict[str, Any]]:
+    """For each of ``count`` draws the arguments of ``sample`` that name its noise."""
+    if rule != "coupled":
+        return [{"keys": step_key} for step_key in mx.random.split(key, count)]
+    at = [mx.array(position + i, mx.int32) for i in range(count)]
+    return [{"rule": "coupled", "keys": key, "positions": position} for position in at]
+
+
+def _draw(
+    next_row: Callable[[mx.array], mx.array],
+    noise: list[dict[str, Any]],
+    sampling: Sampling,
+    draft_vocab: mx.array | None = None,
+) -> Draft:
+    """Draw tokens one after the other.
+
+    Args:
+        next_row: from the token drawn last, int32 ``[1]`` (at first ``[0]``), to the next row of
+            logits.
+        noise: of each draw.
+        draft_vocab: the ids of the row's columns. Default: the column's number.
+    """
+    rows, draws, tokens = [], [], []
+    token = mx.zeros((0,), mx.int32)
+    for step_noise in noise:
+        rows.append(next_row(token))
+        draws.append(sample(rows[-1], sampling, **step_noise))
+        token = draws[-1].tokens[None]
+        if draft_vocab is not None:
+            # A bad row has no column, and no id.
+            token = mx.where(token < 0, PLACEHOLDER_TOKEN, draft_vocab[token])
+        tokens.append(token)
+        # The device draws this token while the graph of the next one is built.
+        mx.async_eval(token)
+    return Draft(
+        draft_tokens=mx.concatenate(tokens),
+        draft_logits=mx.stack(rows),
+        draft_vocab=draft_vocab,
+        draft_stats=mx.stack([draw.row_stats for draw in draws]),
+        draft_sampling=sampling,
+        status=mx.stack([draw.status for draw in draws]),
+    )
 
 
 class DraftTree(_ModelDrafter):
@@ -513,6 +553,234 @@ def _check_rule_fits(op: str, rule: Rule, is_tree: bool) -> None:
         )
 
 
+class MTPDrafter(Drafter):
+    """Proposes tokens drawn by a light head from the target's own hidden states.
+
+    An entry of the head takes the hidden state of a token and the id of the next one, and predicts
+    the token after that; for the following draft its output stands in for the hidden state that
+    the target has not computed yet (multi-token prediction as in DeepSeek-V3, arXiv:2412.19437,
+    section 2.2; EAGLE, arXiv:2401.15077). When the target has judged the drafts, their entries are
+    made again from its own hidden states. Drafting waits for nothing.
+
+    If ``stream_generate`` continues a ``prompt_cache``, the head sees the text from the new prompt
+    on. Nothing is drafted after a prompt of one token, which has no hidden state yet.
+
+    Args:
+        head: such as ``exactspec.heads.load_default_head`` returns, made for the target.
+        num_draft_tokens: tokens proposed at once, 1 to 254.
+        sampling: how drafts are drawn. Default: as the target's, which is best in most cases.
+
+    Raises:
+        ValueError: for a number out of range; while the text's prompt is read, for a target with
+            hidden states of another size.
+    """
+
+    needs_hidden_states = True
+
+    def __init__(self, head: Head, num_draft_tokens: int = 2, *, sampling: Sampling | None = None):
+        _check_integer("MTPDrafter", "num_draft_tokens", num_draft_tokens, 1, MAX_DRAFT_TOKENS)
+        if sampling is not None:
+            check_sampling("MTPDrafter", "sampling", sampling)
+        self.head = head
+        self.num_draft_tokens = num_draft_tokens
+        self.sampling = sampling
+        self._head_ids = None if head.draft_vocab is None else np.array(head.draft_vocab, np.int32)
+
+    def begin(
+        self,
+        prompt: list[int],
+        *,
+        tokenizer: Any,
+        sampling: Sampling,
+        max_tokens: int,
+        rule: Rule,
+        position: int,
+    ) -> None:
+        self._sampling = sampling if self.sampling is None else self.sampling
+        self._rule = rule
+        self._position = position
+        self._text = list(prompt)
+        self._cache = self.head.make_cache()
+        # Entry i is made of the text's hidden state i and token i + 1. Those of the text come
+        # first in the cache, those of drafts behind them.
+        self._num_entries = self._num_drafted = 0
+        self._due: list[mx.array] = []  # hidden states whose entries are not made yet
+        self._vocab = None if self._head_ids is None else _DraftVocab(self._head_ids, prompt)
+
+    def receive(self, hidden: mx.array) -> None:
+        if hidden.shape[-1] != self.head.hidden_size:
+            raise ValueError(
+                f"[MTPDrafter] head: expected one made for the target, whose hidden states are of "
+                f"size {hidden.shape[-1]}, got {type(self.head).__name__} for "
+                f"{self.head.hidden_size}"
+            )
+        self._due.append(hidden)
+        if self._num_entries + self._num_due < len(self._text):  # the prompt is being read
+            mx.eval(self._make_entries())
+
+    def draft(self, limit: int, key: mx.array) -> Draft:
+        if not self._due:
+            return no_draft()
+        output = self._enter(self._num_due)
+        count = min(limit, self.num_draft_tokens)
+        vocab = None if self._vocab is None else self._vocab.refreshed()
+
+        def next_row(token: mx.array) -> mx.array:
+            nonlocal output
+            if token.size:
+                output = self.head(token, output, self._cache)
+                self._num_drafted += 1
+            if vocab is None:
+                return self.head.logits(output)[0]
+            row = self.head.logits(output)[0]
+            if vocab.added is not None:
+                row = mx.concatenate([row, self.head.logits(output, vocab.added)[0]])
+            # Noise that is shared names ids, not columns.
+            return vocab.spread(row) if self._rule == "coupled" else row[vocab.order]
+
+        noise = _draw_noise(self._rule, key, self._position, count)
+        ids = None if vocab is None or self._rule == "coupled" else vocab.ids
+        return _draw(next_row, noise, self._sampling, ids)
+
+    def extend(self, tokens: list[int], num_accepted: int) -> None:
+        trim_prompt_cache(self._cache, self._num_drafted)
+        self._num_drafted = 0
+        self._position += len(tokens)
+        self._text += tokens
+        if self._vocab is not None:
+            self._vocab.add(tokens)
+        if self._num_due > MOST_ENTRIES_DUE:
+            mx.async_eval(self._make_entries())
+
+    def finish(self) -> None:
+        self._due = []
+
+    @property
+    def _num_due(self) -> int:
+        return sum(hidden.shape[0] for hidden in self._due)
+
+    def _make_entries(self) -> list[Any]:
+        """Make the entries that are due but for the last, whose output the next draft needs.
+
+        Returns the cache's arrays, if any was made, to be evaluated.
+        """
+        count = min(self._num_due, len(self._text) - 1 - self._num_entries) - 1
+        if count < 1:
+            return []
+        self._enter(count)
+        return [layer.state for layer in self._cache]
+
+    def _enter(self, count: int) -> mx.array:
+        """Make the next ``count`` entries; the output ``[1, d]`` of the last one."""
+        hidden = mx.concatenate(self._due)
+        self._due = [hidden[count:]] if count < hidden.shape[0] else []
+        first = self._num_entries + 1
+        tokens = mx.array(self._text[first : first + count], mx.int32)
+        self._num_entries += count
+        return self.head(tokens, hidden[:count], self._cache)[-1:]
+
+
+class _DraftVocab:
+    """The ids of a draft: a head's own and, behind them, the others that occur in the text."""
+
+    def __init__(self, head_ids: np.ndarray, text: list[int]):
+        self._head_ids = head_ids
+        self._known = set(head_ids.tolist())
+        self._added: list[int] = []
+        self._is_stale = True
+        self.add(text)
+
+    def add(self, tokens: list[int]) -> None:
+        new = set(tokens) - self._known
+        if new:
+            self._known |= new
+            self._added += sorted(new)
+            self._is_stale = True
+
+    def refreshed(self) -> _DraftVocab:
+        """Itself, with ``added`` (ids, or None), ``order`` (of columns by id) and ``ids`` in that
+        order up to date."""
+        if self._is_stale:
+            self._is_stale = False
+            self._unordered = np.concatenate([self._head_ids, np.array(self._added, np.int32)])
+            order = np.argsort(self._unordered, kind="stable")
+            self.added = mx.array(self._added, mx.int32) if self._added else None
+            self.order = mx.array(order.astype(np.int32))
+            self.ids = mx.array(self._unordered[order])
+        return self
+
+    def spread(self, row: mx.array) -> mx.array:
+        """The row with a column for every id, -inf where there is none in the vocabulary."""
+        full = mx.full((int(self._unordered.max()) + 1,), -mx.inf, row.dtype)
+        full[self.ids] = row[self.order]
+        return full
+
+
+class Hybrid(Drafter):
+    """Asks one drafter and, where that has nothing to propose, another one.
+
+    Prompt lookup in front of a draft head copies what the text repeats and leaves the rest to the
+    head, as in SuffixDecoding (Oliaro et al., arXiv:2411.04975). A longer ``min_ngram`` has it
+    propose less often, and be right more often.
+
+    Args:
+        first: asked in every cycle, such as ``PromptLookup(min_ngram=3)``.
+        second: asked where the first proposes no token.
+
+    Raises:
+        TypeError: for what is not a ``Drafter``.
+    """
+
+    def __init__(self, first: Drafter, second: Drafter):
+        _check_drafter("Hybrid", "first", first)
+        _check_drafter("Hybrid", "second", second)
+        self.first = first
+        self.second = second
+        self.num_draft_tokens = max(first.num_draft_tokens, second.num_draft_tokens)
+        self.proposes_trees = first.proposes_trees or second.proposes_trees
+        self.needs_hidden_states = first.needs_hidden_states or second.needs_hidden_states
+
+    @property
+    def _serves(self) -> Any:
+        return self.first._serves if self.first._serves is self.second._serves else None
+
+    @_serves.setter
+    def _serves(self, text: Any) -> None:
+        self.first._serves = self.second._serves = text
+
+    def begin(self, prompt: list[int], **options: Any) -> None:
+        self._asked = self.second
+        for drafter in (self.first, self.second):
+            drafter.begin(prompt, **options)
+
+    def draft(self, limit: int, key: mx.array) -> Draft:
+        self._asked = self.first
+        draft = propose(self.first, limit, key)
+        if draft.draft_tokens.size == 0:
+            self._asked = self.second
+            draft = propose(self.second, limit, key)
+        return draft
+
+    def receive(self, hidden: mx.array) -> None:
+        for drafter in (self.first, self.second):
+            if drafter.needs_hidden_states:
+                drafter.receive(hidden)
+
+    def observe(self, num_drafts: int, num_accepted: int, seconds: float) -> None:
+        self._asked.observe(num_drafts, num_accepted, seconds)
+
+    def extend(self, tokens: list[int], num_accepted: int) -> None:
+        for drafter in (self.first, self.second):
+            drafter.extend(tokens, num_accepted if drafter is self._asked else 0)
+        self._asked = self.second  # the next cycle may have no room for a draft
+
+    def finish(self) -> None:
+        try:
+            self.first.finish()
+        finally:
+            self.second.finish()
+
+
 class Adaptive(Drafter):
     """Asks a drafter in each cycle for as many tokens as pay, and for none where none do.
 
@@ -532,11 +800,7 @@ class Adaptive(Drafter):
     """
 
     def __init__(self, drafter: Drafter):
-        if not isinstance(drafter, Drafter):
-            raise TypeError(
-                "[Adaptive] drafter: expected an exactspec.drafters.Drafter, got "
-                f"{type(drafter).__name__}"
-            )
+        _check_drafter("Adaptive", "drafter", drafter)
         self.drafter = drafter
         self.num_draft_tokens = min(drafter.num_draft_tokens, MAX_DRAFT_TOKENS)
         self._length = DraftLength(self.num_draft_tokens)
@@ -544,6 +808,10 @@ class Adaptive(Drafter):
     @property
     def proposes_trees(self) -> bool:
         return self.drafter.proposes_trees
+
+    @property
+    def needs_hidden_states(self) -> bool:
+        return self.drafter.needs_hidden_states
 
     @property
     def _serves(self) -> Any:
@@ -562,6 +830,9 @@ class Adaptive(Drafter):
         self._proposed = max(depths(draft), default=0)
         return draft
 
+    def receive(self, hidden: mx.array) -> None:
+        self.drafter.receive(hidden)
+
     def observe(self, num_drafts: int, num_accepted: int, seconds: float) -> None:
         self._length.record(self._proposed, num_drafts, num_accepted, seconds)
         self._proposed = 0  # the next cycle may have no room for a draft
@@ -572,6 +843,14 @@ class Adaptive(Drafter):
 
     def finish(self) -> None:
         self.drafter.finish()
+
+
+def _check_drafter(op: str, argument: str, drafter: Any) -> None:
+    if not isinstance(drafter, Drafter):
+        raise TypeError(
+            f"[{op}] {argument}: expected an exactspec.drafters.Drafter, got "
+            f"{type(drafter).__name__}"
+        )
 
 
 def _check_integer(op: str, argument: str, value: Any, least: int, most: float = math.inf) -> None:

@@ -254,6 +254,8 @@ def stream_generate(
         target.check_trimmable("stream_generate", len(prompt) + max_tokens)
         if drafter.proposes_trees:
             target.check_tree("stream_generate")
+        if drafter.needs_hidden_states:
+            target.hand_over_hidden_states("stream_generate", drafter.receive)
     if stop_tokens is None:
         stop_tokens = tokenizer.eos_token_ids
     else:

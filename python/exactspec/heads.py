@@ -1,0 +1,238 @@
+"""Draft heads: light networks that predict further tokens from a target's own hidden states."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Protocol
+
+import mlx.core as mx
+from mlx import nn
+from mlx_lm.models import llama, mimo
+from mlx_lm.models.base import create_attention_mask
+from mlx_lm.models.cache import KVCache
+
+DEFAULT_HEAD = Path(__file__).with_name("data") / "smollm2-135m-head.safetensors"
+
+
+class Head(Protocol):
+    """What ``exactspec.drafters.MTPDrafter`` asks of a head.
+
+    Attributes:
+        hidden_size: d, of the target's hidden states and of the head's outputs.
+        draft_vocab: int32 ``[Vd]``, the ids that ``logits`` is for; None for all ids of the target.
+    """
+
+    hidden_size: int
+    draft_vocab: mx.array | None
+
+    def make_cache(self) -> list[Any]:
+        """A cache for the head's entries of one text, a trimmable one for each layer."""
+
+    def __call__(self, tokens: mx.array, hidden: mx.array, cache: list[Any]) -> mx.array:
+        """Append n entries and return their outputs.
+
+        Args:
+            tokens: int32 ``[n]``, of each entry the token behind ``hidden``.
+            hidden: ``[n, d]``, the target's hidden states or, for drafted tokens, the head's
+                outputs.
+            cache: the entries before.
+
+        Returns:
+            ``[n, d]``: the outputs, which predict the token after ``tokens``.
+        """
+
+    def logits(self, outputs: mx.array, ids: mx.array | None = None) -> mx.array:
+        """Logits ``[n, Vd]`` of outputs ``[n, d]``; or ``[n, m]`` for ``ids``, int32 ``[m]``, which
+        is only asked of a head with a ``draft_vocab``."""
+
+
+class DraftHead(nn.Module):
+    """A trained head: a projection and llama layers between the target's own embedding matrices.
+
+    Entry j takes token j + 1 and hidden state j. RMS norms of the token's embedding and of the
+    hidden state are joined and projected to one vector, as in DeepSeek-V3's multi-token prediction
+    (arXiv:2412.19437, equation 21), llama layers and another norm follow, and the target's
+    embedding matrix, which must be its output matrix too, turns the result into logits.
+
+    Args:
+        args: of the layers, with ``num_hidden_layers`` of the head.
+        embedding: the target's, used as it is.
+        draft_vocab: int32 ``[Vd]``, the ids to draft.
+    """
+
+    def __init__(self, args: llama.ModelArgs, embedding: nn.Embedding, draft_vocab: mx.array):
+        super().__init__()
+        size, eps = args.hidden_size, args.rms_norm_eps
+        self.hidden_size = size
+        self.embedding_norm = nn.RMSNorm(size, eps)
+        self.hidden_norm = nn.RMSNorm(size, eps)
+        self.projection = nn.Linear(2 * size, size, bias=False)
+        self.layers = [llama.TransformerBlock(args) for _ in range(args.num_hidden_layers)]
+        self.norm = nn.RMSNorm(size, eps)
+        # A module's names with an underscore are no parameters: these belong to the target.
+        self._embedding = embedding
+        self._draft_vocab = draft_vocab
+        self._output = embedding(draft_vocab)
+        mx.eval(self._draft_vocab, self._output)
+
+    @property
+    def draft_vocab(self) -> mx.array:
+        return self._draft_vocab
+
+    def make_cache(self) -> list[KVCache]:
+        return [KVCache() for _ in self.layers]
+
+    def __call__(self, tokens: mx.array, hidden: mx.array, cache: list[Any]) -> mx.array:
+        parts = self.embedding_norm(self._embedding(tokens)), self.hidden_norm(hidden)
+        x = self.projection(mx.concatenate(parts, axis=-1))[None]
+        mask = create_attention_mask(x, cache[0])
+        for layer, layer_cache in zip(self.layers, cache):
+            x = layer(x, mask, layer_cache)
+        return self.norm(x)[0]
+
+    def logits(self, outputs: mx.array, ids: mx.array | None = None) -> mx.array:
+        return outputs @ (self._output if ids is None else self._embedding(ids)).T
+
+    @classmethod
+    def load(cls, path: str | Path, model: Any) -> DraftHead:
+        """Load a head and attach it to its target.
+
+        Args:
+            path: a safetensors file with the head's parameters, ``draft_vocab``, and metadata:
+                ``"target"``, the target's name, and ``"config"``, a JSON object.
+            model: the target, an mlx-lm model whose embedding matrix is its output matrix.
+
+        Raises:
+            ValueError: the file is no head, or ``model`` is not its target.
+            FileNotFoundError: there is no such file.
+        """
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"[DraftHead.load] path: expected a file, got {path}")
+        weights, metadata = mx.load(str(path), return_metadata=True)
+        missing = {"config", "target"} - set(metadata) or {"draft_vocab"} - set(weights)
+        if missing:
+            raise ValueError(
+                f"[DraftHead.load] path: expected a head with {', '.join(sorted(missing))}, got "
+                f"{path} without"
+            )
+        config = json.loads(metadata["config"])
+        expected = (config["vocab_size"], config["hidden_size"])
+        embedding = getattr(getattr(model, "model", None), "embed_tokens", None)
+        is_tied = not hasattr(model, "lm_head")
+        shape = None
+        if isinstance(embedding, nn.Embedding | nn.QuantizedEmbedding):
+            shape = embedding(mx.zeros((1,), mx.int32)).shape
+        got = getattr(getattr(model, "args", None), "vocab_size", None), shape and shape[-1]
+        if got != expected or not is_tied:
+            raise ValueError(
+                f"[DraftHead.load] model: expected {metadata['target']} (an embedding matrix of "
+                f"shape {list(expected)} that is its output matrix), got "
+                f"{type(model).__module__}.{type(model).__qualname__} with "
+                f"{list(got)}{'' if is_tied else ' and an output matrix of its own'}"
+            )
+        args = llama.ModelArgs(
+            model_type="llama",
+            num_hidden_layers=config["num_layers"],
+            **{
+                name: config[name]
+                for name in (
+                    "hidden_size",
+                    "intermediate_size",
+                    "num_attention_heads",
+                    "num_key_value_heads",
+                    "rms_norm_eps",
+                    "rope_theta",
+                    "rope_traditional",
+                    "vocab_size",
+                )
+            },
+        )
+        head = cls(args, embedding, weights.pop("draft_vocab"))
+        head.load_weights([(k, v.astype(head._output.dtype)) for k, v in weights.items()])
+        mx.eval(head.parameters())
+        return head.eval()
+
+
+class MiMoHead(mimo.TransformerBlock):
+    """The head that MiMo's checkpoints carry: their multi-token prediction layer.
+
+    As ``DraftHead``, with a layer of the target's kind (Xiaomi, arXiv:2505.07608, section 2.2). It
+    drafts from the whole vocabulary, by the target's output matrix.
+
+    Args:
+        model: the target, an mlx-lm model of type ``mimo``.
+    """
+
+    # Its names in a checkpoint, which mlx-lm leaves out of the model.
+    PREFIX = "model.mtp_layers.0."
+
+    draft_vocab = None
+
+    def __init__(self, model: mimo.Model):
+        super().__init__(model.args)
+        size, eps = model.args.hidden_size, model.args.rms_norm_eps
+        self.token_layernorm = nn.RMSNorm(size, eps)
+        self.hidden_layernorm = nn.RMSNorm(size, eps)
+        self.input_proj = nn.Linear(2 * size, size, bias=False)
+        self.final_layernorm = nn.RMSNorm(size, eps)
+        self._model = model
+
+    def make_cache(self) -> list[KVCache]:
+        return [KVCache()]
+
+    def __call__(self, tokens: mx.array, hidden: mx.array, cache: list[Any]) -> mx.array:
+        embedding = self._model.model.embed_tokens(tokens)
+        parts = self.hidden_layernorm(hidden), self.token_layernorm(embedding)
+        x = self.input_proj(mx.concatenate(parts, axis=-1))[None]
+        x = super().__call__(x, create_attention_mask(x, cache[0]), cache[0])
+        return self.final_layernorm(x)[0]
+
+    def logits(self, outputs: mx.array, ids: mx.array | None = None) -> mx.array:
+        if self._model.args.tie_word_embeddings:
+            return self._model.model.embed_tokens.as_linear(outputs)
+        return self._model.lm_head(outputs)
+
+    @classmethod
+    def load(cls, folder: str | Path, model: Any) -> MiMoHead:
+        """Load the head of a released checkpoint.
+
+        Args:
+            folder: with the checkpoint's safetensors files.
+            model: the target, as ``mlx_lm.load`` returns it for that folder.
+
+        Raises:
+            ValueError: ``model`` is no MiMo, or the folder has no such head.
+        """
+        if not isinstance(model, mimo.Model):
+            raise ValueError(
+                f"[MiMoHead.load] model: expected a MiMo, got {type(model).__module__}."
+                f"{type(model).__qualname__}"
+            )
+        weights = {
+            name.removeprefix(cls.PREFIX): value
+            for file in sorted(Path(folder).glob("*.safetensors"))
+            for name, value in mx.load(str(file)).items()
+            if name.startswith(cls.PREFIX)
+        }
+        if not weights:
+            raise ValueError(
+                f"[MiMoHead.load] folder: expected safetensors files with {cls.PREFIX}*, got "
+                f"{folder} without"
+            )
+        head = cls(model)
+        head.load_weights(list(weights.items()))
+        mx.eval(head.parameters())
+        return head.eval()
+
+
+def load_default_head(model: Any) -> DraftHead:
+    """Load the head that comes with this package, for ``DEFAULT_MODEL``.
+
+    Args:
+        model: what ``exactspec.models.load_default_model`` returns.
+
+    Raises:
+        ValueError: ``model`` is another one.
+    """
+    return DraftHead.load(DEFAULT_HEAD, model)
