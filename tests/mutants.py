@@ -10,6 +10,9 @@ from typing import NamedTuple
 
 VERIFY = "csrc/verify_draft_cpu.cpp"
 TREE = "csrc/verify_tree_cpu.cpp"
+DRAFTERS = "python/exactspec/drafters.py"
+# A test of a draft head.
+ROWS = "rows_are_those_of_a_head_that_sees_the_text_only[7-alone-token]"
 
 
 def case(name: str) -> str:
@@ -30,6 +33,10 @@ def replay(rule: str) -> str:
 
 def tree(name: str) -> str:
     return f"tests/test_verify_tree.py::test_{name}"
+
+
+def mtp(name: str) -> str:
+    return f"tests/test_mtp.py::test_{name}"
 
 
 class Mutant(NamedTuple):
@@ -289,5 +296,59 @@ MUTANTS = [
         "                    verify_key = mx.random.split(draft_key, num_drafts)[0]\n"
         "                cycle = _verify(logits, draft, sampling, rule, verify_key, at, logprobs)",
         ("tests/test_generate.py::test_joint_distribution_of_consecutive_tokens[opposite model]",),
+    ),
+    Mutant(
+        "head: hidden states of the tokens before",
+        "python/exactspec/cached_model.py",
+        "self._receive(hidden[: hidden.shape[0] - num_rejected])",
+        "self._receive(hidden[num_rejected:])",
+        (mtp(ROWS),),
+    ),
+    Mutant(
+        "head: the drafts' entries taken for the text's",
+        DRAFTERS,
+        "trim_prompt_cache(self._cache, self._num_drafted)",
+        "trim_prompt_cache(self._cache, max(self._num_drafted - num_accepted, 0))",
+        (mtp(ROWS), mtp("entries_hold_the_text_whatever_is_asked")),
+    ),
+    Mutant(
+        "head: a hidden state beside its own token",
+        DRAFTERS,
+        "first = self._num_entries + 1",
+        "first = self._num_entries",
+        (mtp(ROWS), mtp("a_head_that_knows_the_target_is_always_right[token-all ids]")),
+    ),
+    Mutant(
+        "head: the text's last output before every draft",
+        DRAFTERS,
+        "output = self.head(token, output, self._cache)\n"
+        "                self._num_drafted += 1\n"
+        "            row = self.head.logits(output)[0]",
+        "self._num_drafted += 1\n"
+        "                row = self.head.logits(self.head(token, output, self._cache))[0]\n"
+        "            else:\n"
+        "                row = self.head.logits(output)[0]",
+        (mtp(ROWS), mtp("a_head_that_knows_the_target_is_always_right[block-all ids]")),
+    ),
+    Mutant(
+        "head: columns in another order than their ids",
+        DRAFTERS,
+        "row[vocab.order]",
+        "row",
+        (mtp(ROWS), mtp("a_head_that_knows_the_target_is_always_right[token-some ids]")),
+    ),
+    Mutant(
+        "head: shared noise by column",
+        DRAFTERS,
+        "full[self.ids] = row[self.order]",
+        "full[: row.size] = row",
+        (mtp("a_head_that_knows_the_target_is_always_right[coupled-some ids]"),),
+    ),
+    Mutant(
+        "head: drafts drawn from another distribution than is handed over",
+        DRAFTERS,
+        "draft_vocab[token])",
+        "mx.roll(draft_vocab, 1)[token])",
+        (mtp("joint_distribution_of_consecutive_tokens[some ids]"),),
     ),
 ]

@@ -14,7 +14,16 @@ import scipy.stats
 from exactspec import Sampling, sample
 from exactspec import cached_model as cached_model_module
 from exactspec import generate as generate_module
-from exactspec.drafters import Adaptive, Draft, Drafter, DraftModel, DraftTree, PromptLookup
+from exactspec.drafters import (
+    Adaptive,
+    Draft,
+    Drafter,
+    DraftModel,
+    DraftTree,
+    Hybrid,
+    MTPDrafter,
+    PromptLookup,
+)
 from exactspec.generate import NonFiniteLogitsError, generate, stream_generate
 from exactspec.rules import EXACT_RULES
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
@@ -24,6 +33,7 @@ from toy_models import (
     TableModel,
     cached_tokens,
     first_difference_gap,
+    tiny_head,
     tiny_llama,
     toy_tokenizer,
 )
@@ -566,7 +576,10 @@ def test_seeds():
 
 def generate_in_another_thread() -> None:
     target = tiny_llama()
-    drafters = (None, PromptLookup(3, min_ngram=1), DraftModel(target, TOKENIZER, 3))
+    drafters = (
+        *(None, PromptLookup(3, min_ngram=1), DraftModel(target, TOKENIZER, 3)),
+        MTPDrafter(tiny_head(target, [5, 3, 9]), 3),
+    )
 
     def texts():
         options = {"sampling": GREEDY, "max_tokens": 12, "seed": 0}
@@ -688,8 +701,10 @@ def test_ids_of_other_types():
         lambda: PromptLookup(3, min_ngram=1),
         lambda: DraftModel(tiny_llama(noise=0.02), TOKENIZER, 3),
         lambda: Adaptive(DraftModel(tiny_llama(noise=0.02), TOKENIZER, 3)),
+        lambda: MTPDrafter(tiny_head(tiny_llama()), 3),
+        lambda: Hybrid(PromptLookup(3, min_ngram=1), MTPDrafter(tiny_head(tiny_llama()), 3)),
     ],
-    ids=["lookup", "model", "adaptive"],
+    ids=["lookup", "model", "adaptive", "head", "hybrid"],
 )
 def test_a_drafter_refuses_two_texts_at_once(make):
     target, drafter = tiny_llama(), make()
@@ -700,7 +715,7 @@ def test_a_drafter_refuses_two_texts_at_once(make):
     second = stream_generate(target, TOKENIZER, [9, 8], **options)
     others = [next(second).token]
     with pytest.raises(
-        RuntimeError, match=r"\[stream_generate\] drafter: expected .* got a[n]? [ADP]"
+        RuntimeError, match=r"\[stream_generate\] drafter: expected .* got a[n]? [ADHMP]"
     ):
         for item in first:
             tokens.append(item.token)
@@ -745,7 +760,7 @@ def test_bad_arguments_of_drafters():
 # One wait for the device per cycle
 
 
-@pytest.mark.parametrize("kind", ["plain", "lookup", "model", "adaptive model"])
+@pytest.mark.parametrize("kind", ["plain", "lookup", "model", "adaptive model", "head"])
 def test_one_wait_per_cycle(kind, monkeypatch):
     target = tiny_llama()
     draft_model = DraftModel(tiny_llama(noise=0.02), TOKENIZER, 3)
@@ -754,6 +769,7 @@ def test_one_wait_per_cycle(kind, monkeypatch):
         "lookup": PromptLookup(3, min_ngram=1),
         "model": draft_model,
         "adaptive model": Adaptive(draft_model),
+        "head": Hybrid(PromptLookup(3), MTPDrafter(tiny_head(target, [5, 3, 9]), 3)),
     }[kind]
     evaluate, evaluated = mx.eval, []
 
@@ -797,7 +813,7 @@ def test_one_wait_per_cycle(kind, monkeypatch):
             logprobs="raw",
         )
         first = next(stream)
-        prefills = 1 + kind.endswith("model")
+        prefills = 1 + (kind not in ("plain", "lookup"))
         assert len(evaluated) == prefills + 1
         tokens = [first, *stream]
     statistics = first.statistics
@@ -901,7 +917,11 @@ def test_an_adaptive_drafter_asks_for_what_pays(monkeypatch):
 
 def test_a_drafter_serves_one_text_after_another():
     model = tiny_llama()
-    for drafter in (PromptLookup(3), DraftModel(tiny_llama(noise=0.02), TOKENIZER, 3)):
+    for drafter in (
+        PromptLookup(3),
+        DraftModel(tiny_llama(noise=0.02), TOKENIZER, 3),
+        MTPDrafter(tiny_head(model, [5, 3, 9]), 3),
+    ):
         texts = [
             run(model, prompt, drafter=drafter, seed=4, max_tokens=20).tokens
             for prompt in (PROMPT, [9, 8], PROMPT)

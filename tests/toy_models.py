@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
 import mlx.core as mx
 import numpy as np
 import oracle
-from mlx.utils import tree_map
+from exactspec.heads import DraftHead
+from mlx import nn
+from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.cache import KVCache
 from mlx_lm.models.llama import Model, ModelArgs
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -69,6 +75,81 @@ class TableModel:
             tokens = cache[0].update_and_fetch(ids, ids)[0][0, 0, start:, 0][None]
         parity = mx.arange(start, start + length) % 2
         return self.table[parity, tokens[0]][None]
+
+
+class HiddenTableModel(TableModel):
+    """A ``TableModel`` by way of hidden states: one-hot vectors of parity and token."""
+
+    def __init__(self, table: mx.array):
+        vocab_size = table.shape[1]
+        super().__init__(table)
+        inner = TableModel(mx.eye(2 * vocab_size).reshape(2, vocab_size, 2 * vocab_size))
+        self.model = inner
+
+    def __call__(self, tokens: mx.array, cache: list[KVCache] | None = None) -> mx.array:
+        # Each sum has one term that is not 0: no logit is rounded.
+        return self.model(tokens, cache) @ self.table.reshape(-1, self.table.shape[2])
+
+
+class TableHead:
+    """The head of a ``HiddenTableModel`` that is always right, as far as its vocabulary goes.
+
+    Its cache holds the ids of its entries.
+    """
+
+    def __init__(self, model: HiddenTableModel, draft_vocab: list[int] | None = None):
+        self.table = model.table
+        self.hidden_size = 2 * model.table.shape[1]
+        self.draft_vocab = None if draft_vocab is None else mx.array(draft_vocab, mx.int32)
+
+    def make_cache(self) -> list[KVCache]:
+        return [KVCache()]
+
+    def __call__(self, tokens: mx.array, hidden: mx.array, cache: list[KVCache]) -> mx.array:
+        ids = tokens.reshape(1, 1, -1, 1)
+        tokens = cache[0].update_and_fetch(ids, ids)[0][0, 0, -tokens.size :, 0]
+        vocab_size = self.table.shape[1]
+        parity = 1 - mx.argmax(hidden, axis=1) // vocab_size  # of the token's position
+        return mx.eye(2 * vocab_size)[parity * vocab_size + tokens]
+
+    def logits(self, outputs: mx.array, ids: mx.array | None = None) -> mx.array:
+        logits = outputs @ self.table.reshape(-1, self.table.shape[2])
+        ids = self.draft_vocab if ids is None else ids
+        return logits if ids is None else logits[:, ids]
+
+
+def tiny_head(
+    target: Model, draft_vocab: list[int] | None = None, *, layers: int = 1, seed: int = 0
+) -> DraftHead:
+    """A random head of a ``tiny_llama`` or a ``HiddenTableModel``."""
+    if isinstance(target, Model):
+        embedding = target.model.embed_tokens
+    else:
+        mx.random.seed(seed + 7)
+        embedding = nn.Embedding(target.table.shape[1], 2 * target.table.shape[1])
+        embedding.weight = mx.random.normal(embedding.weight.shape)
+    vocab_size, size = embedding.weight.shape
+    vocab = list(range(vocab_size)) if draft_vocab is None else draft_vocab
+    mx.random.seed(seed)
+    config = {**LLAMA_CONFIG, "hidden_size": size, "num_hidden_layers": layers}
+    args = ModelArgs(**config, vocab_size=vocab_size)
+    head = DraftHead(args, embedding, mx.array(vocab, mx.int32))
+    head.update(tree_map(lambda w: 4 * w if w.ndim == 2 else w, head.parameters()))
+    mx.eval(head.parameters())
+    return head
+
+
+def save_head(path: Path, target: Model, draft_vocab: list[int], **changes: Any) -> DraftHead:
+    """Save a ``tiny_head`` as a file; ``changes`` are of its configuration."""
+    head = tiny_head(target, draft_vocab)
+    weights = {k: v.astype(mx.float16) for k, v in tree_flatten(head.parameters())}
+    weights["draft_vocab"] = head.draft_vocab
+    config = {name: value for name, value in LLAMA_CONFIG.items() if name != "model_type"}
+    del config["num_hidden_layers"]
+    config |= {"num_layers": 1, "rope_theta": 10000.0, "rope_traditional": True}
+    config |= {"vocab_size": target.args.vocab_size, **changes}
+    mx.save_safetensors(str(path), weights, {"config": json.dumps(config), "target": "a llama"})
+    return head
 
 
 def cached_tokens(cache: list[KVCache]) -> list[int]:

@@ -630,9 +630,9 @@ class MTPDrafter(Drafter):
             if token.size:
                 output = self.head(token, output, self._cache)
                 self._num_drafted += 1
-            if vocab is None:
-                return self.head.logits(output)[0]
             row = self.head.logits(output)[0]
+            if vocab is None:
+                return row
             if vocab.added is not None:
                 row = mx.concatenate([row, self.head.logits(output, vocab.added)[0]])
             # Noise that is shared names ids, not columns.

@@ -254,8 +254,6 @@ def stream_generate(
         target.check_trimmable("stream_generate", len(prompt) + max_tokens)
         if drafter.proposes_trees:
             target.check_tree("stream_generate")
-        if drafter.needs_hidden_states:
-            target.hand_over_hidden_states("stream_generate", drafter.receive)
     if stop_tokens is None:
         stop_tokens = tokenizer.eos_token_ids
     else:
@@ -268,6 +266,13 @@ def stream_generate(
         key = mx.random.randint(0, 2**31 - 1, (2,)).astype(mx.uint32)
     else:
         key = mx.random.key(seed)
+
+    def receive(hidden: mx.array) -> None:
+        if drafter._serves is statistics:
+            drafter.receive(hidden)
+
+    if drafter.needs_hidden_states:
+        target.hand_over_hidden_states("stream_generate", receive)
 
     finish_reason = None
     drafter._serves = statistics
