@@ -10,11 +10,11 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from exactspec import Sampling, __version__, cli, models
+from exactspec import Sampling, __version__, cli, heads, models
 from exactspec.drafters import DraftModel, PromptLookup
 from exactspec.generate import generate
 from exactspec.models import load
-from toy_models import LLAMA_CONFIG, tiny_llama, toy_tokenizer
+from toy_models import LLAMA_CONFIG, save_head, tiny_llama, toy_tokenizer
 from typer.testing import CliRunner
 
 CHAT_TEMPLATE = "{% for m in messages %}w9 {{ m.content }} w8{% endfor %}"
@@ -207,6 +207,8 @@ def test_json(folders, kind):
         (["", "--model", "{target}"], r"prompt: expected some text, got none"),
         (["w1", "--seed", -1, "--model", "{target}"], r"--seed: expected a value in .*, got -1"),
         (["w1", "--drafter", "none", "--compare"], r"--compare: expected a drafter to compare"),
+        (["--drafter", "head", "--num-draft-tokens", 0], r"--num-draft-tokens: .*, got 0"),
+        (["--drafter", "head", "--draft-model", "x"], r"drafter: expected --drafter or"),
         (["w1", "--model", "/no/such/folder"], r"cannot load /no/such/folder: no such folder"),
     ],
 )
@@ -228,6 +230,26 @@ def test_adaptive_draft_length(folders):
         report = run_json(*arguments, *options)
         assert report["tokens"] == text and report["drafter"] == name
         assert 1 <= len(report["statistics"]["slot_drafted"]) <= most
+
+
+def test_draft_head(folders, tmp_path, monkeypatch):
+    model, _ = load(folders["target"])
+    head = tmp_path / "head.safetensors"
+    save_head(head, model, [3, 1, 9, 20])
+    monkeypatch.setattr(heads, "DEFAULT_HEAD", head)
+    arguments = (PROMPT, "--model", folders["target"], "--max-tokens", 20, "--drafter", "head")
+    text = expected(folders["target"], max_tokens=20).tokens
+    for options, name, most in (
+        ([], "prompt lookup, else draft head", 4),
+        (["--num-branches", 2], "prompt lookup, else draft head", 4),
+        (["--adaptive"], "prompt lookup, else draft head, adaptive", 4),
+        (["--num-draft-tokens", 1], "prompt lookup, else draft head", 1),
+    ):
+        report = run_json(*arguments, *options)
+        assert report["tokens"] == text and report["drafter"] == name
+        assert 1 <= len(report["statistics"]["slot_drafted"]) <= most
+    result = invoke(PROMPT, "--model", folders["other"], "--drafter", "head", code=1)
+    assert re.fullmatch(r"error: .* model: expected a llama .*\n", result.stderr)
 
 
 def test_missing_default_model(monkeypatch):

@@ -8,7 +8,7 @@ import re
 import secrets
 import stat
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from enum import Enum
 from importlib.resources import files
@@ -48,8 +48,9 @@ class Level(str, Enum):
 
 
 class DrafterName(str, Enum):
-    """Drafters that need no model."""
+    """Drafters that need no other model."""
 
+    head = "head"
     lookup = "lookup"
     none = "none"
 
@@ -90,8 +91,9 @@ def generate(
     drafter: Annotated[
         DrafterName | None,
         typer.Option(
-            help="'lookup' drafts what followed the same tokens earlier in the text, 'none' is "
-            "plain decoding. Default: lookup."
+            help="'lookup' drafts what followed the same tokens earlier in the text, 'head' does "
+            "so after three of them and else drafts with the packaged model's own head, 'none' is "
+            "plain decoding. Default: head, but lookup with --model."
         ),
     ] = None,
     draft_model: Annotated[
@@ -99,7 +101,10 @@ def generate(
     ] = None,
     num_draft_tokens: Annotated[
         int | None,
-        typer.Option(help="Tokens drafted per cycle, at most. Default: 4, or 8 with --adaptive."),
+        typer.Option(
+            help="Tokens drafted per cycle, at most. Default: 4, or 8 with --adaptive; of the head "
+            "2, or 4 with --adaptive."
+        ),
     ] = None,
     num_branches: Annotated[
         int | None,
@@ -169,10 +174,13 @@ def generate(
             raise ValueError(f"--rule: expected --draft-model with it, got {rule!r} without")
         if compare and acceptance == "coupled" and seed is None:
             seed = secrets.randbits(32)  # both texts are made of the same noise
-        proposer, drafter_name = _make_drafter(
+        if drafter is None and draft_model is None:
+            drafter = DrafterName.head if model is None else DrafterName.lookup
+        make_drafter, drafter_name = _plan_drafter(
             drafter, draft_model, num_draft_tokens, num_branches, widths, adaptive
         )
         target, tokenizer, model_name = _load(model)
+        proposer = make_drafter(target)
         options = {
             "prompt": _encode(prompt, tokenizer, chat),
             "sampling": sampling,
@@ -374,14 +382,15 @@ def _parse_rule(text: str) -> Rule:
     return rule
 
 
-def _make_drafter(
+def _plan_drafter(
     name: DrafterName | None,
     draft_model: str | None,
     num_draft_tokens: int | None,
     num_branches: int | None,
     widths: str | None,
     adaptive: bool,
-) -> tuple[Drafter | None, str]:
+) -> tuple[Callable[[Any], Drafter | None], str]:
+    """What makes the drafter, given the target, and the drafter's name."""
     if name is not None and draft_model is not None:
         raise ValueError("drafter: expected --drafter or --draft-model, got both")
     if name is DrafterName.none:
@@ -394,8 +403,8 @@ def _make_drafter(
         for option, value in given.items():
             if value is not None:
                 raise ValueError(f"{option}: expected a drafter with it, got --drafter none")
-        return None, "none"
-    from .drafters import Adaptive, DraftModel, DraftTree, PromptLookup
+        return lambda _: None, "none"
+    from .drafters import Adaptive, DraftModel, DraftTree, Hybrid, MTPDrafter, PromptLookup
 
     if draft_model is None and widths is not None:
         raise ValueError("--widths: expected --draft-model with it, got none")
@@ -403,13 +412,25 @@ def _make_drafter(
         raise ValueError("--num-branches: expected prompt lookup with it, got --draft-model")
     if widths is not None and num_draft_tokens is not None:
         raise ValueError("--widths: expected no --num-draft-tokens with it, got both")
+    branches = 1 if num_branches is None else num_branches
+    if name is DrafterName.head:
+        from .heads import load_default_head
+
+        defaults = (4, 4 if adaptive else 2)
+        lookups, drafts = defaults if num_draft_tokens is None else (num_draft_tokens,) * 2
+        # After a match of two tokens the head is right more often.
+        lookup = PromptLookup(lookups, num_branches=branches, min_ngram=3)
+
+        def make(target: Any) -> Drafter:
+            drafter = MTPDrafter(load_default_head(target), drafts)
+            return Hybrid(lookup, Adaptive(drafter) if adaptive else drafter)
+
+        return make, "prompt lookup, else draft head" + ", adaptive" * adaptive
     if num_draft_tokens is None:
         num_draft_tokens = 8 if adaptive else 4
     if draft_model is None:
         drafter_name = "prompt lookup"
-        drafter = PromptLookup(
-            num_draft_tokens, num_branches=1 if num_branches is None else num_branches
-        )
+        drafter = PromptLookup(num_draft_tokens, num_branches=branches)
     else:
         model, tokenizer, drafter_name = _load(draft_model)
         if widths is None:
@@ -418,8 +439,8 @@ def _make_drafter(
             drafter = DraftTree(model, tokenizer, _parse_widths(widths))
             drafter_name += ", as a tree"
     if adaptive:
-        return Adaptive(drafter), f"{drafter_name}, adaptive"
-    return drafter, drafter_name
+        return lambda _: Adaptive(drafter), f"{drafter_name}, adaptive"
+    return lambda _: drafter, drafter_name
 
 
 def _parse_widths(text: str) -> list[int]:
