@@ -131,7 +131,7 @@ def test_sampled_text_is_as_likely_as_the_model_says(default_model, figure):
 def test_examples_of_the_documentation_run(capsys):
     page = Path(__file__).parents[1].joinpath("docs/decoding.md").read_text(encoding="utf-8")
     examples = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    assert len(examples) == 4
+    assert len(examples) == 5
     names = {}
     for example in examples:
         exec(compile(example, "docs/decoding.md", "exec"), names)
