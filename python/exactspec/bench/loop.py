@@ -20,8 +20,9 @@ from rich.progress import Progress
 
 from .. import Sampling
 from ..cached_model import PREFILL_CHUNK
-from ..drafters import Drafter, DraftModel, PromptLookup
+from ..drafters import Drafter, DraftModel, MTPDrafter, PromptLookup
 from ..generate import stream_generate
+from ..heads import DraftHead, load_default_head
 from ..models import DEFAULT_MODEL, load
 
 CODE = '''Rename the variable `x` to `total` in this Python code. Show the whole code.
@@ -69,10 +70,11 @@ class Text(NamedTuple):
 
 
 class Models(NamedTuple):
-    """A target and a draft model of the same tokenizer."""
+    """A target, a draft model of the same tokenizer and, of the default model, the draft head."""
 
     target: nn.Module
     draft: nn.Module
+    head: DraftHead | None
     tokenizer: Any
     names: dict[str, str]
 
@@ -87,7 +89,8 @@ def load_models(model: str | None, draft_model: str | None) -> Models:
     else:
         draft, _ = load(draft_model)
         names["draft_model"] = draft_model
-    return Models(target, draft, tokenizer, names)
+    head = load_default_head(target) if model is None else None
+    return Models(target, draft, head, tokenizer, names)
 
 
 def rounded(model: nn.Module, bits: int) -> nn.Module:
@@ -110,14 +113,19 @@ Peer = Callable[[list[int], float, int, int], Text]
 
 def make_peers(models: Models, num_draft_tokens: int) -> dict[str, Peer]:
     """Ways to decode, plain decoding by this package first."""
-    target, draft, tokenizer, _ = models
-    return {
+    target, draft, head, tokenizer, _ = models
+    peers = {
         PLAIN: _ours(models, lambda: None),
         "plain, mlx-lm": _mlx_lm(tokenizer, target, None, num_draft_tokens),
         "prompt lookup": _ours(models, lambda: PromptLookup(num_draft_tokens)),
         "draft model": _ours(models, lambda: DraftModel(draft, tokenizer, num_draft_tokens)),
         "draft model, mlx-lm": _mlx_lm(tokenizer, target, draft, num_draft_tokens),
     }
+    if head is not None:
+        # Its later drafts are seldom accepted.
+        count = min(num_draft_tokens, 2)
+        peers["draft head"] = _ours(models, lambda: MTPDrafter(head, count))
+    return peers
 
 
 def _ours(models: Models, make_drafter: Callable[[], Drafter | None]) -> Peer:
