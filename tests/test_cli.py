@@ -249,7 +249,7 @@ def test_draft_head(folders, tmp_path, monkeypatch):
         assert report["tokens"] == text and report["drafter"] == name
         assert 1 <= len(report["statistics"]["slot_drafted"]) <= most
     result = invoke(PROMPT, "--model", folders["other"], "--drafter", "head", code=1)
-    assert re.fullmatch(r"error: .* model: expected a llama .*\n", result.stderr)
+    assert re.fullmatch(r"error: .* model: expected a llama, .*\n", result.stderr)
 
 
 def test_missing_default_model(monkeypatch):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -584,23 +586,37 @@ def test_a_head_from_a_file(tmp_path):
 
 
 def test_a_head_and_a_target_that_do_not_fit(tmp_path):
-    path = tmp_path / "head.safetensors"
-    save_head(path, tiny_llama(8), [4, 2, 6])
-    message = r"\[DraftHead.load\] model: expected a llama .*\[8, 32\].*, got .*"
-    with pytest.raises(ValueError, match=message + r"llama.Model with \[16, 32\]"):
+    path, target = tmp_path / "head.safetensors", tiny_llama(8)
+    save_head(path, target, [4, 2, 6])
+    message = r"\[DraftHead.load\] model: expected a llama, .*\[8, 32\] is .*, got \S+Model with "
+    with pytest.raises(ValueError, match=message + r"\[16, 32\]"):
         DraftHead.load(path, tiny_llama(16))
-    with pytest.raises(ValueError, match=message + "an output matrix of its own"):
+    with pytest.raises(ValueError, match=message + "an output matrix"):
         DraftHead.load(path, tiny_mimo()[0])
-    with pytest.raises(ValueError, match=message + r"TableModel with \[None, None\]"):
+    with pytest.raises(ValueError, match=message + "None"):
         DraftHead.load(path, counting_model())
     with pytest.raises(FileNotFoundError, match=r"\[DraftHead.load\] path: expected a file"):
-        DraftHead.load(tmp_path / "none.safetensors", tiny_llama(8))
-    mx.save_safetensors(str(path), {"x": mx.zeros(1)}, {"target": "y"})
-    with pytest.raises(ValueError, match=r"path: expected a head with config, got"):
-        DraftHead.load(path, tiny_llama(8))
-    save_head(path, tiny_llama(8), [4, 2, 6], num_layers=2)
+        DraftHead.load(tmp_path / "none.safetensors", target)
+
+    weights, metadata = mx.load(str(path), return_metadata=True)
+    short = {k: v for k, v in json.loads(metadata["config"]).items() if "rope" not in k}
+    for changed, message in (
+        ((weights, {"config": metadata["config"]}), "a head with target, got"),
+        ((weights, {"target": "x"}), r"a head with hidden_size, .*, vocab_size, got"),
+        ((weights, {**metadata, "config": json.dumps(short)}), "with rope_theta, rope_traditional"),
+        (({"x": mx.zeros(1)}, metadata), "a head with draft_vocab, got"),
+        (
+            ({**weights, "draft_vocab": mx.array([8])}, metadata),
+            r"int32 ids in \[0, 8\), got int32",
+        ),
+        (({**weights, "draft_vocab": mx.array([1.0])}, metadata), r"got float32 \[1\]"),
+    ):
+        mx.save_safetensors(str(path), *changed)
+        with pytest.raises(ValueError, match=r"\[DraftHead.load\] path: expected .*" + message):
+            DraftHead.load(path, target)
+    save_head(path, target, [4, 2, 6], num_layers=2)
     with pytest.raises(ValueError, match="Missing"):
-        DraftHead.load(path, tiny_llama(8))
+        DraftHead.load(path, target)
 
 
 def test_a_head_of_mimo_from_its_checkpoint(tmp_path):
@@ -719,4 +735,4 @@ def test_text_of_the_default_model(default_model, prompt, figure):
             if isinstance(drafter, MTPDrafter):
                 rate = result.statistics.slot_acceptance_rates[0]
                 figure(f"acceptance of the first of {drafter.num_draft_tokens}, {rule}", rate)
-                assert rate > 0.2
+                assert rate > 0.05  # of a head attached wrongly it is about 0

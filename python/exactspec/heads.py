@@ -7,12 +7,26 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import mlx.core as mx
+import numpy as np
 from mlx import nn
 from mlx_lm.models import llama, mimo
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache
 
 DEFAULT_HEAD = Path(__file__).with_name("data") / "smollm2-135m-head.safetensors"
+
+# What a file says of its head.
+_CONFIG = (
+    "hidden_size",
+    "num_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+    "rms_norm_eps",
+    "rope_theta",
+    "rope_traditional",
+    "vocab_size",
+)
 
 
 class Head(Protocol):
@@ -110,45 +124,35 @@ class DraftHead(nn.Module):
         if not Path(path).is_file():
             raise FileNotFoundError(f"[DraftHead.load] path: expected a file, got {path}")
         weights, metadata = mx.load(str(path), return_metadata=True)
-        missing = {"config", "target"} - set(metadata) or {"draft_vocab"} - set(weights)
-        if missing:
+        config = json.loads(metadata.get("config", "{}"))
+        missing = {"target"} - metadata.keys() | set(_CONFIG) - config.keys()
+        if missing or "draft_vocab" not in weights:
             raise ValueError(
-                f"[DraftHead.load] path: expected a head with {', '.join(sorted(missing))}, got "
-                f"{path} without"
+                "[DraftHead.load] path: expected a head with "
+                f"{', '.join(sorted(missing) or ['draft_vocab'])}, got {path} without"
             )
-        config = json.loads(metadata["config"])
         expected = (config["vocab_size"], config["hidden_size"])
         embedding = getattr(getattr(model, "model", None), "embed_tokens", None)
-        is_tied = not hasattr(model, "lm_head")
-        shape = None
-        if isinstance(embedding, nn.Embedding | nn.QuantizedEmbedding):
-            shape = embedding(mx.zeros((1,), mx.int32)).shape
-        got = getattr(getattr(model, "args", None), "vocab_size", None), shape and shape[-1]
-        if got != expected or not is_tied:
+        got = None
+        if isinstance(embedding, (nn.Embedding, nn.QuantizedEmbedding)):
+            got = embedding.weight.shape[0], embedding(mx.zeros((1,), mx.int32)).shape[-1]
+        if got != expected or hasattr(model, "lm_head"):
+            kind = f"{type(model).__module__}.{type(model).__qualname__}"
             raise ValueError(
-                f"[DraftHead.load] model: expected {metadata['target']} (an embedding matrix of "
-                f"shape {list(expected)} that is its output matrix), got "
-                f"{type(model).__module__}.{type(model).__qualname__} with "
-                f"{list(got)}{'' if is_tied else ' and an output matrix of its own'}"
+                f"[DraftHead.load] model: expected {metadata['target']}, whose embedding matrix "
+                f"{list(expected)} is its output matrix, got {kind} "
+                + ("with an output matrix" if got == expected else f"with {got and list(got)}")
             )
-        args = llama.ModelArgs(
-            model_type="llama",
-            num_hidden_layers=config["num_layers"],
-            **{
-                name: config[name]
-                for name in (
-                    "hidden_size",
-                    "intermediate_size",
-                    "num_attention_heads",
-                    "num_key_value_heads",
-                    "rms_norm_eps",
-                    "rope_theta",
-                    "rope_traditional",
-                    "vocab_size",
-                )
-            },
-        )
-        head = cls(args, embedding, weights.pop("draft_vocab"))
+        draft_vocab = weights.pop("draft_vocab")
+        ids = np.array(draft_vocab)
+        if ids.ndim != 1 or ids.dtype != np.int32 or not (0 <= ids).all() & (ids < got[0]).all():
+            raise ValueError(
+                f"[DraftHead.load] path: expected a draft_vocab of int32 ids in [0, {got[0]}), got "
+                f"{ids.dtype} {list(ids.shape)}"
+            )
+        layers = {name: config[name] for name in _CONFIG if name != "num_layers"}
+        args = llama.ModelArgs("llama", num_hidden_layers=config["num_layers"], **layers)
+        head = cls(args, embedding, draft_vocab)
         head.load_weights([(k, v.astype(head._output.dtype)) for k, v in weights.items()])
         mx.eval(head.parameters())
         return head.eval()
