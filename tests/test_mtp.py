@@ -651,6 +651,10 @@ def test_bad_arguments():
     for count in (0, 255):
         with pytest.raises(ValueError, match=r"\[MTPDrafter\] num_draft_tokens: expected 1 to 254"):
             MTPDrafter(head, count)
+    with pytest.raises(
+        TypeError, match=r"\[MTPDrafter\] head: expected .*Head asks for, got Model"
+    ):
+        MTPDrafter(tiny_llama())
     with pytest.raises(TypeError, match=r"\[MTPDrafter\] sampling: expected exactspec.Sampling"):
         MTPDrafter(head, sampling=0.5)
     for arguments, name in (((4, MTPDrafter(head)), "first"), ((PromptLookup(), head), "second")):

@@ -571,6 +571,7 @@ class MTPDrafter(Drafter):
         sampling: how drafts are drawn. Default: as the target's, which is best in most cases.
 
     Raises:
+        TypeError: ``head`` is not a ``Head``.
         ValueError: for a number out of range; while the text's prompt is read, for a target with
             hidden states of another size.
     """
@@ -581,6 +582,11 @@ class MTPDrafter(Drafter):
         _check_integer("MTPDrafter", "num_draft_tokens", num_draft_tokens, 1, MAX_DRAFT_TOKENS)
         if sampling is not None:
             check_sampling("MTPDrafter", "sampling", sampling)
+        if not isinstance(head, Head):
+            raise TypeError(
+                "[MTPDrafter] head: expected what exactspec.heads.Head asks for, got "
+                f"{type(head).__name__}"
+            )
         self.head = head
         self.num_draft_tokens = num_draft_tokens
         self.sampling = sampling

@@ -238,8 +238,9 @@ def stream_generate(
         ``GeneratedToken`` items. The last one has a ``finish_reason``.
 
     Raises:
-        TypeError, ValueError: with the first token, for arguments out of range, and for a cache
-            that cannot be rolled back (rotating, recurrent) with a drafter.
+        TypeError, ValueError: with the first token, for arguments out of range, for a cache that
+            cannot be rolled back (rotating, recurrent) with a drafter, and for a model that does
+            not show its hidden states to a drafter that needs them.
         RuntimeError: for a drafter that has begun another text meanwhile.
         NonFiniteLogitsError: for NaN or infinite logits, after the tokens before them.
     """

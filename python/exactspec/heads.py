@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import mlx.core as mx
 import numpy as np
@@ -29,6 +29,7 @@ _CONFIG = (
 )
 
 
+@runtime_checkable
 class Head(Protocol):
     """What ``exactspec.drafters.MTPDrafter`` asks of a head.
 
@@ -161,7 +162,7 @@ class DraftHead(nn.Module):
 class MiMoHead(mimo.TransformerBlock):
     """The head that MiMo's checkpoints carry: their multi-token prediction layer.
 
-    As ``DraftHead``, with a layer of the target's kind (Xiaomi, arXiv:2505.07608, section 2.2). It
+    As ``DraftHead``, with a layer of the target's kind (Xiaomi, arXiv:2505.07608). It
     drafts from the whole vocabulary, by the target's output matrix.
 
     Args:
