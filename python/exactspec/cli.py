@@ -24,7 +24,6 @@ from rich.text import Text
 from . import Sampling, __version__
 from .blas import blas_in_use
 from .rules import EXACT_RULES, Cascade, Rule, Typical, check_rule
-from .sampling import check_sampling
 
 # mlx-lm takes seconds to import, so the functions that need it do that: --help must not wait.
 if TYPE_CHECKING:
@@ -162,8 +161,6 @@ def generate(
     prompt = _read_prompt(prompt, prompt_file)
     sampling = Sampling(temperature, top_k, top_p, min_p)
     try:
-        # Before the model, which takes seconds to load.
-        check_sampling("generate", "sampling", sampling)
         if compare and drafter is DrafterName.none:
             raise ValueError("--compare: expected a drafter to compare, got --drafter none")
         acceptance = _parse_rule(rule)
@@ -172,6 +169,10 @@ def generate(
             raise ValueError(f"--rule: expected token for a tree of drafts, got {rule!r}")
         if isinstance(acceptance, Cascade) and draft_model is None:
             raise ValueError(f"--rule: expected --draft-model with it, got {rule!r} without")
+        from .generate import Generation, check_options, stream_generate
+
+        # Before the model, which takes seconds to load.
+        check_options(None, sampling, acceptance, max_tokens, seed)
         if compare and acceptance == "coupled" and seed is None:
             seed = secrets.randbits(32)  # both texts are made of the same noise
         if drafter is None and draft_model is None:
@@ -189,8 +190,6 @@ def generate(
             "seed": seed,
             "profile": True,
         }
-        from .generate import Generation, stream_generate
-
         setup = {"model": model_name, "drafter": drafter_name, "blas": blas_in_use()}
         if rule != "token":
             setup["rule"] = rule

@@ -244,7 +244,7 @@ def stream_generate(
         RuntimeError: for a drafter that has begun another text meanwhile.
         NonFiniteLogitsError: for NaN or infinite logits, after the tokens before them.
     """
-    _check_options(drafter, sampling, rule, max_tokens, seed)
+    check_options(drafter, sampling, rule, max_tokens, seed)
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
     target = CachedModel(model, prompt_cache)
@@ -553,7 +553,8 @@ def _token_ids(argument: str, expected: str, values: Iterable[int]) -> list[int]
     return [int(token) for token in ids]
 
 
-def _check_options(drafter: Any, sampling: Any, rule: Any, max_tokens: Any, seed: Any) -> None:
+def check_options(drafter: Any, sampling: Any, rule: Any, max_tokens: Any, seed: Any) -> None:
+    """Raise ``TypeError`` or ``ValueError`` for options that ``stream_generate`` refuses."""
     check_sampling("stream_generate", "sampling", sampling)
     check_rule("stream_generate", rule, EXACT_RULES)
     if drafter is not None and not isinstance(drafter, Drafter):
