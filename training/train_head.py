@@ -1,0 +1,93 @@
+"""Make the draft head of the default model: sample data, train, measure, write weights and card.
+
+    python training/train_head.py DATA [--tokens N] [--trained-tokens N] [--seed S]
+
+DATA is a folder for shards, texts and the checkpoint. Run it again and it goes on: missing data is
+sampled with new seeds, training resumes from the checkpoint.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from card import write_card
+from evaluation import MAX_LENGTH, evaluate, load_held_out_texts
+from head import Head, save_head
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from sampling import ChatTemplate, sample_data
+from target import Target, check_against_mlx
+from train import DRAFT_VOCAB, Texts, train
+
+OUT = Path(__file__).parents[1] / "python/exactspec/data/smollm2-135m-head.safetensors"
+
+
+def main(
+    data: Annotated[Path, typer.Argument(help="Folder of shards, texts and the checkpoint.")],
+    tokens: Annotated[int, typer.Option(help="Sample until there are so many.")] = 1_000_000,
+    trained_tokens: Annotated[int, typer.Option(help="Over all epochs.")] = 4_000_000,
+    seed: Annotated[int, typer.Option(help="Of prompts, texts, weights and batches.")] = 1,
+    workers: Annotated[int, typer.Option(help="Processes that sample, a thread each.")] = 2,
+    slots: Annotated[int, typer.Option(help="Texts that a process samples at once.")] = 256,
+    out: Annotated[Path, typer.Option(help="The weights; the card goes beside them.")] = OUT,
+) -> None:
+    """Make the draft head of the default model."""
+    console = Console()
+    difference = check_against_mlx()
+    console.print(f"logits differ from MLX's by at most {difference:.1e}")
+    data.mkdir(parents=True, exist_ok=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
+        sample_data(data, tokens, seed, workers, slots, progress)
+        target = Target(torch.bfloat16)
+        texts = Texts(data)
+        vocab = texts.frequent_ids(DRAFT_VOCAB)
+        torch.manual_seed(seed)
+        head = Head(target.args, target.norm.float())
+
+        def export(_) -> None:
+            save_head(data / "head.safetensors", head, vocab, target, {})
+
+        skip = len(ChatTemplate(target.tokenizer).before)
+        checkpoint = data / "checkpoint.pt"
+        state = train(
+            head, target, texts, vocab, skip, trained_tokens, seed, checkpoint, progress, export
+        )
+        # As it will be used: weights rounded to float16, everything computed in float32.
+        head = head.half().float()
+        exact = Target(torch.float32)
+        held_out = load_held_out_texts(data / "held_out_texts.safetensors", target, seed)
+        rates = evaluate(head, exact, vocab, held_out, seed, progress)
+    about = {
+        "acceptance": rates,
+        "data": texts.summary(),
+        "training": {
+            "tokens": state.trained,
+            "updates": state.updates,
+            "epochs": round(state.trained / texts.num_entries(skip), 2),
+            "seconds": round(state.seconds),
+            "seed": seed,
+            "log": state.log[:: max(1, len(state.log) // 12)] + state.log[-1:],
+        },
+        "made": {
+            "date": time.strftime("%Y-%m-%d", time.gmtime()),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "mlx": version("mlx"),
+            "logits_difference": difference,
+            "max_length": MAX_LENGTH,
+        },
+    }
+    save_head(out, head, vocab, target, about)
+    write_card(out)
+    console.print(f"wrote {out} and {out.with_suffix('.md')}")
+
+
+if __name__ == "__main__":
+    typer.run(main)
