@@ -30,7 +30,7 @@ depth i that of the drafts whose earlier tokens were accepted. At temperature 0:
 ## Data and training
 
 * {texts:,} texts of {tokens:,} tokens, {answer_tokens:,} of them in answers; {by_temperature}.
-* {trained:,} tokens trained on ({epochs} epochs) in {updates:,} updates and {minutes:.0f} minutes.
+* {trained:,} tokens trained on, epoch {epochs} begun; {updates:,} updates, {minutes:.0f} minutes.
   Seed {seed}.
 * Made {date} with Python {python}, torch {torch}, mlx {mlx}.
   Logits of the target in torch and in MLX differ by at most {logits_difference:.1e}.
@@ -68,7 +68,7 @@ def write_card(weights: Path) -> None:
         answer_tokens=data["answer_tokens"],
         by_temperature=", ".join(f"{n:,} at temperature {t}" for t, n in by_temperature),
         trained=training["tokens"],
-        epochs=training["epochs"],
+        epochs=training["epochs_begun"],
         updates=training["updates"],
         minutes=training["seconds"] / 60,
         seed=training["seed"],

@@ -17,7 +17,7 @@ TEMPERATURES = (0.0, 0.7, 1.0)
 DEPTH = 4
 MAX_LENGTH = 320
 # Of a text's positions, every one so many starts a draft.
-STRIDE = 4
+STRIDE = 8
 
 
 def load_held_out_texts(path: Path, target: Target, seed: int) -> list[tuple[str, Text]]:
@@ -62,37 +62,34 @@ def acceptance(
     length = len(ids)
     hidden = target.forward(ids, torch.arange(length))
     # Entry j's first draft follows token j + 1.
-    entries = torch.arange(text.prompt - 2, length - 2, STRIDE)
+    entries = torch.arange(text.prompt - 2, length - DEPTH, STRIDE)
     columns, first = _columns(ids, vocab)
+    known = first <= entries[:, None] + 1
     matrix = target.embedding[columns]
 
-    drafted, memory = [], head.new_memory()
+    tokens, drafts, memory = [], [], head.new_memory()
     embeddings, inputs = target.embedding[ids[1:]][None], hidden[None, :-1]
     for depth in range(DEPTH):
         out = head(embeddings, inputs, memory)
-        logits = (out[0] @ matrix.T).float()
-        # Entry e of this depth belongs to a draft after token e - depth + 1.
-        known = (torch.arange(length - 1)[:, None] - depth + 1).clamp_min(0)
-        draft = _distribution(logits.masked_fill(first > known, float("-inf")), temperature)
-        tokens = columns[torch.multinomial(draft, 1, generator=generator)[:, 0]]
-        rows = (entries + depth).clamp_max(length - 2)
-        drafted.append((tokens[rows], draft[rows]))
-        embeddings = target.embedding[tokens.roll(1)][None]
+        logits = (out[0, entries + depth] @ matrix.T).float()
+        draft = _distribution(logits.masked_fill(~known, float("-inf")), temperature)
+        drawn = columns[torch.multinomial(draft, 1, generator=generator)[:, 0]]
+        tokens.append(drawn)
+        drafts.append(draft)
+        # The next entry takes the drafted token, and this one's output.
+        embeddings = embeddings.clone()
+        embeddings[0, (entries + depth + 1).clamp_max(length - 2)] = target.embedding[drawn]
         inputs = torch.cat((inputs[:, :1], out[:, :-1]), 1)
-    entries = entries[entries + DEPTH <= length - 2]
-    drafted = [(tokens[: len(entries)], draft[: len(entries)]) for tokens, draft in drafted]
 
-    chains = torch.stack([tokens for tokens, _ in drafted], 1)
-    after = target_after_chains(target, ids, entries + 1, chains)
+    after = target_after_chains(target, ids, entries + 1, torch.stack(tokens, 1))
     weight, weights, accepted = torch.ones(len(entries)), [], []
-    for depth, (tokens, draft) in enumerate(drafted):
+    for depth, (drawn, draft) in enumerate(zip(tokens, drafts)):
         wanted = _distribution(target.logits(after[:, depth]).float(), temperature)
         overlap = torch.minimum(wanted[:, columns], draft).sum(-1)
         weights.append(weight.sum())
         accepted.append((weight * overlap).sum())
-        column = torch.searchsorted(columns, tokens)
-        at = torch.arange(len(entries))
-        weight = weight * (wanted[at, tokens] / draft[at, column]).clamp_max(1)
+        at, column = torch.arange(len(entries)), torch.searchsorted(columns, drawn)
+        weight = weight * (wanted[at, drawn] / draft[at, column]).clamp_max(1)
     return torch.stack(weights), torch.stack(accepted)
 
 

@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import math
+import os
 import random
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from head import DraftLoss, Head
+import torch.distributed as dist
+from head import DraftLoss, Head, save_head
 from rich.progress import Progress
 from safetensors.torch import load_file
-from sampling import shard_paths
+from sampling import ChatTemplate, shard_paths
 from target import Target
 from torch import Tensor
 
 DRAFT_VOCAB = 8192
+VOCAB_ROWS = 40_000
 # Entries of one optimiser step.
 BATCH = 4096
-LEARNING_RATE = 1.2e-3
+# Of matrices, by Muon, and of norms, by AdamW.
+MATRIX_RATE, NORM_RATE = 0.02, 1.2e-3
 WARM_UP = 0.03
 # Parts of the training after which the second step and the total variation come in.
 SECOND_STEP_FROM, TV_FROM, TV_WEIGHT = 0.5, 0.7, 2.0
-CHECKPOINT_SECONDS = 120
+LOG_UPDATES, CHECKPOINT_SECONDS = 25, 120
 
 
 class Texts:
@@ -48,10 +53,6 @@ class Texts:
         self.temperatures = torch.cat([shard["temperatures"] for shard in shards])
         self.prompts = torch.cat([shard["prompts"] for shard in shards])
 
-    def num_entries(self, skip: int) -> int:
-        """Entries with a loss, those of the first ``skip`` tokens left out."""
-        return int((self.lengths - 1 - skip).sum())
-
     def summary(self) -> dict:
         temperatures, counts = self.temperatures.unique(return_counts=True)
         return {
@@ -63,9 +64,19 @@ class Texts:
             },
         }
 
-    def frequent_ids(self, count: int) -> Tensor:
-        counts = torch.bincount(self.ids.long())
-        return counts.topk(count).indices.sort().values
+    @torch.inference_mode()
+    def likely_ids(self, target: Target, count: int, seed: int) -> Tensor:
+        """Ids with the most of the target's probability, sorted; over a sample of positions.
+
+        Probabilities count rather than tokens: they rank rare ids by far fewer texts.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        rows = torch.randperm(len(self.ids), generator=generator)[:VOCAB_ROWS]
+        mass = torch.zeros(target.args.vocab_size)
+        for part in rows.split(256):
+            logits = target.logits(self.hidden[part]).float()
+            mass += (logits - self.log_sum[part, None]).exp_().sum(0)
+        return mass.topk(count).indices.sort().values
 
     def batches(self, entries: int, rng: random.Random) -> list[list[int]]:
         """An epoch: every text once, those of a batch of about the same length."""
@@ -92,6 +103,7 @@ class Texts:
 class State:
     """What a checkpoint holds besides the weights."""
 
+    vocab: Tensor | None = None
     trained: int = 0
     seconds: float = 0.0
     updates: int = 0
@@ -101,7 +113,12 @@ class State:
 
 
 def optimizers(head: Head) -> list[torch.optim.Optimizer]:
-    return [torch.optim.AdamW(head.parameters(), LEARNING_RATE, (0.9, 0.95), weight_decay=0.01)]
+    matrices = [w for w in head.parameters() if w.ndim == 2]
+    norms = [w for w in head.parameters() if w.ndim < 2]
+    return [
+        torch.optim.Muon(matrices, MATRIX_RATE, weight_decay=0.1),
+        torch.optim.AdamW(norms, NORM_RATE, (0.9, 0.95), weight_decay=0),
+    ]
 
 
 def learning_rate(progress: float) -> float:
@@ -138,84 +155,94 @@ def train(
     head: Head,
     target: Target,
     texts: Texts,
-    vocab: Tensor,
     skip: int,
     tokens: int,
     seed: int,
-    checkpoint: Path | None,
-    progress: Progress,
-    export=lambda state: None,
+    checkpoint: Path | None = None,
+    progress: Progress | None = None,
+    export: Callable[[State], None] = lambda state: None,
 ) -> State:
     """Train on ``tokens`` tokens, several epochs if need be.
 
+    In a process group every process takes its share of each step's batch, and they add up their
+    gradients; the one of rank 0 has a checkpoint and shows progress.
+
     Args:
         skip: tokens that all texts begin with; nothing is learned from them.
-        checkpoint: a file to go on from and to save to.
-        export: called at every checkpoint.
+        checkpoint: a file to go on from, and to save to.
+        export: called after every save.
     """
+    grouped = dist.is_initialized()
+    rank, size = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
     state, makers = State(), optimizers(head)
+    # Before a checkpoint is loaded: they keep the rates that the optimisers began with.
+    schedules = [
+        torch.optim.lr_scheduler.LambdaLR(maker, lambda _: learning_rate(state.trained / tokens))
+        for maker in makers
+    ]
     if checkpoint is not None and checkpoint.exists():
         saved = torch.load(checkpoint, weights_only=True)
         head.load_state_dict(saved["head"])
         for maker, maker_state in zip(makers, saved["optimizers"]):
             maker.load_state_dict(maker_state)
         state = State(**saved["state"])
-    rates = [[group["lr"] for group in maker.param_groups] for maker in makers]
-    if "initial_lr" in makers[0].param_groups[0]:
-        rates = [[group["initial_lr"] for group in maker.param_groups] for maker in makers]
+    if state.vocab is None:
+        state.vocab = texts.likely_ids(target, DRAFT_VOCAB, seed)
+    task = progress.add_task("train", total=tokens) if progress else None
 
     def save() -> None:
-        if checkpoint is None:
-            return
-        torch.save(
-            {
-                "head": head.state_dict(),
-                "optimizers": [maker.state_dict() for maker in makers],
-                "state": vars(state),
-            },
-            checkpoint,
-        )
+        makers_state = [maker.state_dict() for maker in makers]
+        saved = {"head": head.state_dict(), "optimizers": makers_state, "state": vars(state)}
+        unfinished = checkpoint.with_suffix(".part")
+        torch.save(saved, unfinished)
+        os.replace(unfinished, checkpoint)
         export(state)
 
-    for maker, maker_rates in zip(makers, rates):
-        for group, rate in zip(maker.param_groups, maker_rates):
-            group["initial_lr"] = rate
-    task = progress.add_task("train", total=tokens, completed=state.trained)
     saved_at, recent = time.monotonic(), []
     while state.trained < tokens:
-        batches = texts.batches(BATCH, random.Random(f"{seed} {state.epoch}"))
+        batches = texts.batches(BATCH // size, random.Random(f"{seed} {state.epoch}"))
+        # Every process has a batch in every step.
+        batches = batches[: len(batches) // size * size]
         while state.batch < len(batches) and state.trained < tokens:
             began = time.monotonic()
-            part = state.trained / tokens
-            steps = 2 if part >= SECOND_STEP_FROM else 1
-            tv_weight = TV_WEIGHT * max(0.0, (part - TV_FROM) / (1 - TV_FROM))
+            done = state.trained / tokens
+            steps = 2 if done >= SECOND_STEP_FROM else 1
+            tv_weight = TV_WEIGHT * max(0.0, (done - TV_FROM) / (1 - TV_FROM))
+            batch = batches[state.batch + rank]
             with torch.autocast("cpu", torch.bfloat16):
                 loss, sums = loss_of_batch(
-                    head, target, texts, batches[state.batch], vocab, skip, steps, tv_weight
+                    head, target, texts, batch, state.vocab, skip, steps, tv_weight
                 )
-            (loss / sums[:, 3].sum()).backward()
-            nn_norm = torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
-            for maker in makers:
-                for group in maker.param_groups:
-                    group["lr"] = group["initial_lr"] * learning_rate(part)
+            loss.backward()
+            if grouped:
+                for shared in (*(w.grad for w in head.parameters()), sums):
+                    dist.all_reduce(shared)
+            for w in head.parameters():
+                w.grad /= sums[:, 3].sum()
+            norm = torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
+            state.trained += int(sums[0, 3])
+            for maker, schedule in zip(makers, schedules):
                 maker.step()
                 maker.zero_grad()
-            state.trained += int(sums[0, 3])
+                schedule.step()
             state.updates += 1
-            state.batch += 1
+            state.batch += size
             state.seconds += time.monotonic() - began
-            recent.append((sums, float(nn_norm)))
-            if len(recent) == 25 or state.trained >= tokens:
+            recent.append((sums, float(norm)))
+            if len(recent) == LOG_UPDATES or state.trained >= tokens:
                 state.log.append(_summary(recent, state))
-                progress.console.print(_line(state.log[-1]))
                 recent = []
-            progress.update(task, completed=state.trained)
-            if time.monotonic() - saved_at > CHECKPOINT_SECONDS:
+                if progress:
+                    progress.console.print(_line(state.log[-1]))
+            if progress:
+                progress.update(task, completed=state.trained)
+            if checkpoint and rank == 0 and time.monotonic() - saved_at > CHECKPOINT_SECONDS:
                 save()
                 saved_at = time.monotonic()
-        if state.batch == len(batches):
+        if state.batch >= len(batches):
             state.epoch, state.batch = state.epoch + 1, 0
-    save()
+    if checkpoint and rank == 0:
+        save()
     return state
 
 
@@ -232,3 +259,48 @@ def _summary(recent: list, state: State) -> dict:
 
 def _line(entry: dict) -> str:
     return "  ".join(f"{name} {value}" for name, value in entry.items())
+
+
+def train_on_folder(
+    folder: Path,
+    tokens: int,
+    seed: int,
+    workers: int,
+    progress: Progress | None = None,
+    rank: int = 0,
+) -> tuple[Head, Target, Texts, State]:
+    """Train a head on the shards in ``folder``, with a process a worker, this one included.
+
+    Its checkpoint, and the weights as they are so far, are kept in ``folder``.
+    """
+    # Threads of one process would wait for each other after every operation.
+    torch.set_num_threads(1)
+    context = torch.multiprocessing.get_context("spawn")
+    others = [
+        context.Process(
+            target=train_on_folder, args=(folder, tokens, seed, workers, None, r), daemon=True
+        )
+        for r in range(1, workers if rank == 0 else 0)
+    ]
+    meeting = folder / "meeting"
+    if rank == 0:
+        meeting.unlink(missing_ok=True)
+    for other in others:
+        other.start()
+    dist.init_process_group(
+        "gloo", init_method=meeting.absolute().as_uri(), rank=rank, world_size=workers
+    )
+    target, texts = Target(torch.bfloat16), Texts(folder)
+    torch.manual_seed(seed)
+    head = Head(target.args, target.norm.float())
+    skip = len(ChatTemplate(target.tokenizer).before)
+
+    def export(state: State) -> None:
+        save_head(folder / "head.safetensors", head, state.vocab, target, {})
+
+    checkpoint = folder / "checkpoint.pt"
+    state = train(head, target, texts, skip, tokens, seed, checkpoint, progress, export)
+    for other in others:
+        other.join()
+    dist.destroy_process_group()
+    return head, target, texts, state

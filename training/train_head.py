@@ -18,12 +18,12 @@ import torch
 import typer
 from card import write_card
 from evaluation import MAX_LENGTH, evaluate, load_held_out_texts
-from head import Head, save_head
+from head import save_head
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from sampling import ChatTemplate, sample_data
+from sampling import sample_data
 from target import Target, check_against_mlx
-from train import DRAFT_VOCAB, Texts, train
+from train import train_on_folder
 
 OUT = Path(__file__).parents[1] / "python/exactspec/data/smollm2-135m-head.safetensors"
 
@@ -33,7 +33,7 @@ def main(
     tokens: Annotated[int, typer.Option(help="Sample until there are so many.")] = 1_000_000,
     trained_tokens: Annotated[int, typer.Option(help="Over all epochs.")] = 4_000_000,
     seed: Annotated[int, typer.Option(help="Of prompts, texts, weights and batches.")] = 1,
-    workers: Annotated[int, typer.Option(help="Processes that sample, a thread each.")] = 2,
+    workers: Annotated[int, typer.Option(help="Processes, of a thread each.")] = 2,
     slots: Annotated[int, typer.Option(help="Texts that a process samples at once.")] = 256,
     out: Annotated[Path, typer.Option(help="The weights; the card goes beside them.")] = OUT,
 ) -> None:
@@ -45,32 +45,20 @@ def main(
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
         sample_data(data, tokens, seed, workers, slots, progress)
-        target = Target(torch.bfloat16)
-        texts = Texts(data)
-        vocab = texts.frequent_ids(DRAFT_VOCAB)
-        torch.manual_seed(seed)
-        head = Head(target.args, target.norm.float())
-
-        def export(_) -> None:
-            save_head(data / "head.safetensors", head, vocab, target, {})
-
-        skip = len(ChatTemplate(target.tokenizer).before)
-        checkpoint = data / "checkpoint.pt"
-        state = train(
-            head, target, texts, vocab, skip, trained_tokens, seed, checkpoint, progress, export
-        )
+        head, target, texts, state = train_on_folder(data, trained_tokens, seed, workers, progress)
+        torch.set_num_threads(workers)
         # As it will be used: weights rounded to float16, everything computed in float32.
         head = head.half().float()
         exact = Target(torch.float32)
         held_out = load_held_out_texts(data / "held_out_texts.safetensors", target, seed)
-        rates = evaluate(head, exact, vocab, held_out, seed, progress)
+        rates = evaluate(head, exact, state.vocab, held_out, seed, progress)
     about = {
         "acceptance": rates,
         "data": texts.summary(),
         "training": {
             "tokens": state.trained,
             "updates": state.updates,
-            "epochs": round(state.trained / texts.num_entries(skip), 2),
+            "epochs_begun": state.epoch + 1,
             "seconds": round(state.seconds),
             "seed": seed,
             "log": state.log[:: max(1, len(state.log) // 12)] + state.log[-1:],
@@ -84,7 +72,7 @@ def main(
             "max_length": MAX_LENGTH,
         },
     }
-    save_head(out, head, vocab, target, about)
+    save_head(out, head, state.vocab, target, about)
     write_card(out)
     console.print(f"wrote {out} and {out.with_suffix('.md')}")
 
