@@ -16,8 +16,8 @@ that model's distributions over texts sampled from it, and uses that model's emb
 No other data went in. `training/train_head.py` made the weights and this card.
 
 One projection, {layers} Llama layer, a final norm: {parameters:,} parameters, float16.
-Draft vocabulary: the {vocab:,} most frequent ids of the training texts; in use the ids of the
-context join them.
+Draft vocabulary: the {vocab:,} ids with the most of the target's probability on the training texts;
+in use the ids of the context join them.
 
 ## Acceptance on held-out prompts
 
@@ -29,7 +29,8 @@ depth i that of the drafts whose earlier tokens were accepted. At temperature 0:
 
 ## Data and training
 
-* {texts:,} texts of {tokens:,} tokens, {answer_tokens:,} of them in answers; {by_temperature}.
+* {texts:,} texts of {tokens:,} tokens, {answer_tokens:,} of them in answers;
+  {by_temperature}.
 * {trained:,} tokens trained on, epoch {epochs} begun; {updates:,} updates, {minutes:.0f} minutes.
   Seed {seed}.
 * Made {date} with Python {python}, torch {torch}, mlx {mlx}.

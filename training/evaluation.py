@@ -122,24 +122,48 @@ def target_after_chains(target: Target, ids: Tensor, last: Tensor, chains: Tenso
     return torch.cat((first, hidden[length:].view(count, depth, -1)[:, :-1]), 1)
 
 
+def _start(weights: dict[str, Tensor], vocab: Tensor, seed: int) -> None:
+    global _acceptance_of
+    # Threads of one process would wait for each other after every operation.
+    torch.set_num_threads(1)
+    target = Target(torch.float32)
+    head = Head(target.args, target.norm)
+    head.load_state_dict(weights)
+
+    def _acceptance_of(text: Text, number: int) -> Tensor:
+        generator = torch.Generator().manual_seed(seed + number)
+        return torch.stack(acceptance(head, target, vocab, text, generator))
+
+
+def _measure(job: tuple[int, str, Text]) -> tuple[str, float, Tensor]:
+    number, kind, text = job
+    return kind, text.temperature, _acceptance_of(text, number)
+
+
 def evaluate(
     head: Head,
-    target: Target,
     vocab: Tensor,
     texts: list[tuple[str, Text]],
     seed: int,
+    workers: int,
     progress: Progress,
 ) -> dict[str, dict[str, list[float]]]:
-    """Acceptance by depth, for each temperature: of all texts and of every kind."""
-    generator = torch.Generator().manual_seed(seed)
+    """Acceptance by depth, for each temperature: of all texts and of every kind. All in float32."""
+    jobs = [
+        (number, kind, text._replace(hidden=None, log_sum=None))
+        for number, (kind, text) in enumerate(texts)
+        if text.prompt + DEPTH < len(text.ids)
+    ]
     sums: dict[str, dict[str, Tensor]] = {}
-    for kind, text in progress.track(texts, description="evaluate"):
-        if text.prompt + DEPTH >= len(text.ids):
-            continue
-        counts = torch.stack(acceptance(head, target, vocab, text, generator))
-        by_kind = sums.setdefault(f"{text.temperature:g}", {})
-        for name in ("all", kind):
-            by_kind[name] = by_kind.get(name, 0) + counts
+    context = torch.multiprocessing.get_context("spawn")
+    with context.Pool(workers, _start, (head.state_dict(), vocab, seed)) as pool:
+        measured = pool.imap(_measure, jobs)
+        for kind, temperature, counts in progress.track(
+            measured, total=len(jobs), description="evaluate"
+        ):
+            by_kind = sums.setdefault(f"{temperature:g}", {})
+            for name in ("all", kind):
+                by_kind[name] = by_kind.get(name, 0) + counts
     return {
         temperature: {
             kind: [round(value, 4) for value in (accepted / weights).tolist()]

@@ -248,6 +248,9 @@ def _write_shards(folder: Path, seed: int, worker: int, workers: int, slots: int
     for text in sample_texts(target, requests, template, generator, slots):
         texts.append(text)
         num_tokens += len(text.ids)
+        # A parent that was killed cannot end its workers.
+        if not multiprocessing.parent_process().is_alive():
+            return
         if num_tokens >= SHARD_TOKENS:
             save_shard(path(number), texts)
             number += workers

@@ -22,7 +22,7 @@ from head import save_head
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from sampling import sample_data
-from target import Target, check_against_mlx
+from target import check_against_mlx
 from train import train_on_folder
 
 OUT = Path(__file__).parents[1] / "python/exactspec/data/smollm2-135m-head.safetensors"
@@ -46,12 +46,11 @@ def main(
     with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
         sample_data(data, tokens, seed, workers, slots, progress)
         head, target, texts, state = train_on_folder(data, trained_tokens, seed, workers, progress)
-        torch.set_num_threads(workers)
         # As it will be used: weights rounded to float16, everything computed in float32.
-        head = head.half().float()
-        exact = Target(torch.float32)
+        for weight in head.parameters():
+            weight.data = weight.data.half().float()
         held_out = load_held_out_texts(data / "held_out_texts.safetensors", target, seed)
-        rates = evaluate(head, exact, state.vocab, held_out, seed, progress)
+        rates = evaluate(head, state.vocab, held_out, seed, workers, progress)
     about = {
         "acceptance": rates,
         "data": texts.summary(),
@@ -61,7 +60,7 @@ def main(
             "epochs_begun": state.epoch + 1,
             "seconds": round(state.seconds),
             "seed": seed,
-            "log": state.log[:: max(1, len(state.log) // 12)] + state.log[-1:],
+            "log": state.log[: -1 : max(1, len(state.log) // 12)] + state.log[-1:],
         },
         "made": {
             "date": time.strftime("%Y-%m-%d", time.gmtime()),
