@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import mlx.core as mx
 import numpy as np
@@ -11,7 +12,15 @@ from exactspec import Cascade, Sampling
 from exactspec import cached_model as cached_model_module
 from exactspec import generate as generate_module
 from exactspec.cached_model import CachedModel
-from exactspec.drafters import Adaptive, Draft, Drafter, Hybrid, MTPDrafter, PromptLookup
+from exactspec.drafters import (
+    Adaptive,
+    Draft,
+    Drafter,
+    DraftModel,
+    Hybrid,
+    MTPDrafter,
+    PromptLookup,
+)
 from exactspec.generate import NonFiniteLogitsError, generate, stream_generate
 from exactspec.heads import DEFAULT_HEAD, DraftHead, MiMoHead, load_default_head
 from exactspec.models import load_default_model
@@ -599,15 +608,19 @@ def test_a_head_and_a_target_that_do_not_fit(tmp_path):
         DraftHead.load(tmp_path / "none.safetensors", target)
 
     weights, metadata = mx.load(str(path), return_metadata=True)
-    short = {k: v for k, v in json.loads(metadata["config"]).items() if "rope" not in k}
+    config = json.loads(metadata["config"])
+    short = {k: v for k, v in config.items() if "rope" not in k}
     for changed, message in (
-        ((weights, {"config": metadata["config"]}), "a head with target, got"),
-        ((weights, {"target": "x"}), r"a head with hidden_size, .*, vocab_size, got"),
-        ((weights, {**metadata, "config": json.dumps(short)}), "with rope_theta, rope_traditional"),
-        (({"x": mx.zeros(1)}, metadata), "a head with draft_vocab, got"),
+        ((weights, {"config": metadata["config"]}), "a head, got .*no 'target'"),
+        ((weights, {"target": "x"}), "no 'config'"),
+        ((weights, {**metadata, "config": "x"}), "Expecting value"),
+        ((weights, {**metadata, "config": "[1]"}), "an object, got"),
+        ((weights, {**metadata, "config": json.dumps(short)}), "rope_theta in its .*, got None"),
+        ((weights, {**metadata, "config": json.dumps({**config, "num_layers": 0})}), "int, got 0"),
+        (({"x": mx.zeros(1)}, metadata), "a head, got .*no 'draft_vocab'"),
         (
             ({**weights, "draft_vocab": mx.array([8])}, metadata),
-            r"int32 ids in \[0, 8\), got int32",
+            r"int32 ids \[Vd\] in \[0, 8\), got ids from 8 to 8",
         ),
         (({**weights, "draft_vocab": mx.array([1.0])}, metadata), r"got float32 \[1\]"),
     ):
@@ -615,8 +628,101 @@ def test_a_head_and_a_target_that_do_not_fit(tmp_path):
         with pytest.raises(ValueError, match=r"\[DraftHead.load\] path: expected .*" + message):
             DraftHead.load(path, target)
     save_head(path, target, [4, 2, 6], num_layers=2)
-    with pytest.raises(ValueError, match="Missing"):
+    with pytest.raises(ValueError, match=r"\[DraftHead.load\] path: expected a head, .*Missing"):
         DraftHead.load(path, target)
+    for damaged in (path.read_bytes()[:100], b"", b"no head"):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"\[DraftHead.load\] path: expected a head, got"):
+            DraftHead.load(path, target)
+
+
+def test_ids_that_a_head_has_not(tmp_path):
+    """A target of more ids than the head's: none indexes past the head's matrix."""
+    save_head(tmp_path / "head.safetensors", tiny_llama(8), [4, 2, 6])
+    head = DraftHead.load(tmp_path / "head.safetensors", tiny_llama(8))
+    target = tiny_llama(50_000)
+    prompt = [49_999, 3, 40_000]
+    drafted = run(target, prompt, drafter=MTPDrafter(head, 3), sampling=GREEDY, max_tokens=8)
+    assert drafted.tokens == run(target, prompt, sampling=GREEDY, max_tokens=8).tokens
+
+
+@pytest.mark.parametrize("ids", [[0, -7, 1], [[0, 1]], [0.0, 1.0], [2**24]], ids=str)
+def test_a_draft_vocabulary_out_of_range(ids):
+    head = TableHead(hidden_counting_model())
+    head.draft_vocab = mx.array(ids)
+    with pytest.raises(ValueError, match=r"\[MTPDrafter\] head: expected a draft_vocab of int32"):
+        MTPDrafter(head)
+
+
+@pytest.mark.parametrize("part", ["outputs", "logits"])
+@pytest.mark.parametrize("ids", [None, [0, 5, 1]])
+def test_what_a_head_returns_is_checked(part, ids):
+    """A column less would hand over the probabilities of other ids."""
+    target = hidden_counting_model()
+
+    class Narrow(TableHead):
+        def __call__(self, *arguments):
+            outputs = super().__call__(*arguments)
+            return outputs[:, :-1] if part == "outputs" else outputs
+
+        def logits(self, outputs, ids=None):
+            rows = super().logits(outputs, ids)
+            return rows[None] if self.draft_vocab is None else rows[:, :-1]
+
+    drafter = MTPDrafter(Narrow(target, ids and mx.array(ids)), 3)
+    with pytest.raises(ValueError, match=rf"\[MTPDrafter\] head: expected {part} of shape"):
+        run(target, drafter=drafter)
+
+
+def test_a_target_of_another_size_is_refused_before_it_reads_the_prompt():
+    target = tiny_llama(16)
+    cache = make_prompt_cache(target)
+    with pytest.raises(ValueError, match=r"\[MTPDrafter\] head: .* size 32, got TableHead for"):
+        drafter = MTPDrafter(TableHead(hidden_counting_model(8)))
+        run(target, [5], drafter=drafter, prompt_cache=cache)
+    assert cache[0].offset == 0
+
+
+@pytest.mark.parametrize("rule", ["token", "coupled"])
+@pytest.mark.parametrize("name", ["plain", "lookup", "head"])
+def test_another_thread_for_every_token(name, rule):
+    target = tiny_llama(16)
+    head = tiny_head(target)
+    drafter = {
+        "plain": lambda: None,
+        "lookup": lambda: PromptLookup(3, min_ngram=1),
+        "head": lambda: MTPDrafter(head, 3),
+    }[name]
+    options = {"rule": rule, "seed": 4, "max_tokens": 16, "stop_tokens": ()}
+    stream = stream_generate(target, TOKENIZER, PROMPT, drafter=drafter(), **options)
+    tokens = []
+    for _ in range(16):
+        with ThreadPoolExecutor(1) as pool:
+            tokens.append(pool.submit(next, stream).result().token)
+    stream.close()
+    assert tokens == run(target, drafter=drafter(), **options).tokens
+
+
+def test_a_hybrid_of_a_drafter_with_itself():
+    drafter = MTPDrafter(TableHead(hidden_counting_model()))
+    for first, second in ((drafter, drafter), (Adaptive(drafter), drafter)):
+        with pytest.raises(ValueError, match=r"\[Hybrid\] second: expected .* no part of first"):
+            Hybrid(first, second)
+
+
+def test_a_hybrid_whose_second_drafter_cannot_begin():
+    """The first one's model has not seen the prompt, either."""
+    target, model = tiny_llama(16), tiny_llama(16)
+    caches = make_prompt_cache(target), make_prompt_cache(model)
+    first = DraftModel(model, TOKENIZER, 2, prompt_cache=caches[1])
+    with pytest.raises(ValueError, match="PromptLookup.*rule"):
+        run(
+            target,
+            drafter=Hybrid(Adaptive(first), PromptLookup()),
+            prompt_cache=caches[0],
+            rule=Cascade(),
+        )
+    assert [cache[0].offset for cache in caches] == [0, 0]
 
 
 def test_a_head_of_mimo_from_its_checkpoint(tmp_path):

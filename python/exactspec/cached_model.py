@@ -60,24 +60,30 @@ class CachedModel:
                 "drafter (a rotating cache will do until it is full)"
             )
 
-    def hand_over_hidden_states(self, op: str, receive: Callable[[mx.array], None]) -> None:
+    def hand_over_hidden_states(self, op: str, receive: Callable[[mx.array], None]) -> mx.array:
         """From now on call ``receive`` with the hidden states of the text, a piece at a time.
 
         A piece is an array ``[n, d]``, not evaluated: what the model's backbone returned for the
         next n tokens of the text. Those of the prompt come while it is read, then those of each
         forward when ``settle`` tells which of its tokens became text.
 
+        Returns:
+            An empty piece ``[0, d]``.
+
         Raises:
             ValueError: for a model whose backbone is not found.
         """
-        recorded = _recorded(self.model)
+        try:
+            recorded = _recorded(self.model)
+        except RecursionError:  # a wrapper that looks its own attributes up in what it wraps
+            recorded = None
         if recorded is not None:
             model, recorder = recorded
             model(mx.zeros((1, 1), mx.int32))  # never evaluated
             output = recorder.take()
             if isinstance(output, mx.array) and output.shape[:-1] == (1, 1):
                 self.model, self._recorder, self._receive = model, recorder, receive
-                return
+                return output[0, :0]
         raise ValueError(
             f"[{op}] model: expected one that takes its logits from the output of its "
             f"{', '.join(_BACKBONES[:-1])} or {_BACKBONES[-1]}, to draft from hidden states, got "
@@ -92,7 +98,8 @@ class CachedModel:
             # They are in the cache from here on, also if evaluating it is interrupted.
             del self.pending[: len(chunk)]
             if self._receive is not None:
-                self._receive(self._hidden.pop())
+                self._receive(_joined(self._hidden))
+                self._hidden = []
             mx.eval([c.state for c in self.cache])
             mx.clear_cache()
 
@@ -178,7 +185,7 @@ class CachedModel:
             path: numbers of those drafts, ascending. Default: they are the first drafts.
         """
         kept = min(num_accepted, self.num_drafts)
-        hidden = mx.concatenate(self._hidden) if self._hidden else None
+        hidden = _joined(self._hidden) if self._hidden else None
         if path is not None:
             fed = [node for node in path[:num_accepted] if node < self.num_drafts]
             kept = len(fed)
@@ -230,9 +237,14 @@ class CachedModel:
                     layer.trim(layer.offset - offset)
             raise
         if self._receive is not None:
-            hidden = self._recorder.take()
-            self._hidden.append(hidden.reshape(-1, hidden.shape[-1]))
+            # As it is: it is evaluated with the logits, whichever thread goes on from there.
+            self._hidden.append(self._recorder.take())
         return logits
+
+
+def _joined(hidden: list[mx.array]) -> mx.array:
+    """What the backbone returned, ``[1, n, d]`` or of a tree ``[n, 1, d]`` each, as ``[n, d]``."""
+    return mx.concatenate([piece.reshape(-1, piece.shape[-1]) for piece in hidden])
 
 
 class _Recorder:

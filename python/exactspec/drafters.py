@@ -13,7 +13,7 @@ from mlx_lm.models.cache import trim_prompt_cache
 
 from .cached_model import CachedModel
 from .draft_length import DraftLength
-from .heads import Head
+from .heads import Head, check_draft_vocab
 from .models import same_tokenizer
 from .ops import PLACEHOLDER_TOKEN, sample
 from .rules import Cascade, Rule
@@ -70,7 +70,7 @@ class Drafter:
     for a draft), ``observe`` and ``extend``, and at the end ``finish``, also when the consumer
     stopped early or ``begin`` failed. With ``needs_hidden_states`` it calls ``receive``, too. A
     drafter serves one text at a time: ``begin`` starts over, and the generation of an earlier text,
-    should it go on, raises ``RuntimeError``.
+    should it go on, raises ``RuntimeError``. Several threads at once need a drafter each.
 
     Any proposal leaves the distribution of the text exact, as long as each token was drawn from
     the distribution handed over with it, with randomness of its own, and the number of tokens
@@ -140,6 +140,7 @@ class Drafter:
 
         While the prompt is read, they come in chunks of it, up to its last token but one. Then they
         come in every cycle before ``extend``: of the text's last token, and of the accepted ones.
+        An empty piece comes before ``begin``, so that a wrong d is refused before anything is read.
 
         Args:
             hidden: ``[n, d]``, not evaluated.
@@ -147,6 +148,9 @@ class Drafter:
 
     def finish(self) -> None:
         """End the text, as far as ``begin`` got."""
+
+    def _withdraw(self, prompt: list[int]) -> None:
+        """Forget the prompt of a text that does not begin after all."""
 
 
 def propose(drafter: Drafter, limit: int, key: mx.array) -> Draft:
@@ -336,6 +340,9 @@ class _ModelDrafter(Drafter):
             model.forget(len(prompt))
             raise
         self._model = model
+
+    def _withdraw(self, prompt: list[int]) -> None:
+        self._model.forget(len(prompt))
 
     def finish(self) -> None:
         if self._model is not None:
@@ -572,8 +579,8 @@ class MTPDrafter(Drafter):
 
     Raises:
         TypeError: ``head`` is not a ``Head``.
-        ValueError: for a number out of range; while the text's prompt is read, for a target with
-            hidden states of another size.
+        ValueError: for a number or a ``draft_vocab`` out of range; before a text begins, for a
+            target with hidden states of another size.
     """
 
     needs_hidden_states = True
@@ -590,7 +597,13 @@ class MTPDrafter(Drafter):
         self.head = head
         self.num_draft_tokens = num_draft_tokens
         self.sampling = sampling
-        self._head_ids = None if head.draft_vocab is None else np.array(head.draft_vocab, np.int32)
+        self._head_ids = None
+        if head.draft_vocab is not None:
+            try:
+                check_draft_vocab(head.draft_vocab)
+            except ValueError as error:
+                raise ValueError(f"[MTPDrafter] head: {error}") from None
+            self._head_ids = np.array(head.draft_vocab)
 
     def begin(
         self,
@@ -620,6 +633,8 @@ class MTPDrafter(Drafter):
                 f"size {hidden.shape[-1]}, got {type(self.head).__name__} for "
                 f"{self.head.hidden_size}"
             )
+        if hidden.shape[0] == 0:
+            return
         self._due.append(hidden)
         if self._num_entries + self._num_due < len(self._text):  # the prompt is being read
             mx.eval(self._make_entries())
@@ -634,13 +649,13 @@ class MTPDrafter(Drafter):
         def next_row(token: mx.array) -> mx.array:
             nonlocal output
             if token.size:
-                output = self.head(token, output, self._cache)
+                output = self._outputs(token, output)
                 self._num_drafted += 1
-            row = self.head.logits(output)[0]
+            row = self._row(output)
             if vocab is None:
                 return row
             if vocab.added is not None:
-                row = mx.concatenate([row, self.head.logits(output, vocab.added)[0]])
+                row = mx.concatenate([row, self._row(output, vocab.added)])
             # Noise that is shared names ids, not columns.
             return vocab.spread(row) if self._rule == "coupled" else row[vocab.order]
 
@@ -683,7 +698,26 @@ class MTPDrafter(Drafter):
         first = self._num_entries + 1
         tokens = mx.array(self._text[first : first + count], mx.int32)
         self._num_entries += count
-        return self.head(tokens, hidden[:count], self._cache)[-1:]
+        return self._outputs(tokens, hidden[:count])[-1:]
+
+    def _outputs(self, tokens: mx.array, hidden: mx.array) -> mx.array:
+        outputs = self.head(tokens, hidden, self._cache)
+        return self._checked("outputs", outputs, [tokens.size, self.head.hidden_size])
+
+    def _row(self, output: mx.array, ids: mx.array | None = None) -> mx.array:
+        rows = self.head.logits(output, ids)
+        width = None if self._head_ids is None else self._head_ids.size
+        return self._checked("logits", rows, [1, width if ids is None else ids.size])[0]
+
+    def _checked(self, what: str, got: Any, shape: list[int | None]) -> mx.array:
+        """A column too few or too many would give ids the probabilities of others."""
+        is_array = isinstance(got, mx.array)
+        if not is_array or list(got.shape) != [n or got.shape[-1] for n in shape]:
+            raise ValueError(
+                f"[MTPDrafter] head: expected {what} of shape {shape} of "
+                f"{type(self.head).__name__}, got {list(got.shape) if is_array else repr(got)}"
+            )
+        return got
 
 
 class _DraftVocab:
@@ -735,11 +769,17 @@ class Hybrid(Drafter):
 
     Raises:
         TypeError: for what is not a ``Drafter``.
+        ValueError: for a drafter that is both, or part of both.
     """
 
     def __init__(self, first: Drafter, second: Drafter):
         _check_drafter("Hybrid", "first", first)
         _check_drafter("Hybrid", "second", second)
+        if not set(map(id, _parts(first))).isdisjoint(map(id, _parts(second))):
+            raise ValueError(
+                "[Hybrid] second: expected a drafter that is no part of first, got "
+                f"{type(second).__name__}"
+            )
         self.first = first
         self.second = second
         self.num_draft_tokens = max(first.num_draft_tokens, second.num_draft_tokens)
@@ -756,8 +796,13 @@ class Hybrid(Drafter):
 
     def begin(self, prompt: list[int], **options: Any) -> None:
         self._asked = self.second
-        for drafter in (self.first, self.second):
-            drafter.begin(prompt, **options)
+        self.first.begin(prompt, **options)
+        try:
+            self.second.begin(prompt, **options)
+        except BaseException:
+            for drafter in _parts(self.first):
+                drafter._withdraw(prompt)
+            raise
 
     def draft(self, limit: int, key: mx.array) -> Draft:
         self._asked = self.first
@@ -849,6 +894,12 @@ class Adaptive(Drafter):
 
     def finish(self) -> None:
         self.drafter.finish()
+
+
+def _parts(drafter: Drafter) -> list[Drafter]:
+    """A drafter and all that it asks."""
+    inner = [part for part in vars(drafter).values() if isinstance(part, Drafter)]
+    return [drafter, *(part for drafter in inner for part in _parts(drafter))]
 
 
 def _check_drafter(op: str, argument: str, drafter: Any) -> None:

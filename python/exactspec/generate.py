@@ -267,13 +267,14 @@ def stream_generate(
         key = mx.random.randint(0, 2**31 - 1, (2,)).astype(mx.uint32)
     else:
         key = mx.random.key(seed)
+    mx.async_eval(key)  # until then an array belongs to the thread that made it
 
     def receive(hidden: mx.array) -> None:
         if drafter._serves is statistics:
             drafter.receive(hidden)
 
     if drafter.needs_hidden_states:
-        target.hand_over_hidden_states("stream_generate", receive)
+        drafter.receive(target.hand_over_hidden_states("stream_generate", receive))
 
     finish_reason = None
     drafter._serves = statistics
@@ -315,7 +316,7 @@ def stream_generate(
                 logits = _feed(target, draft)
                 clock.lap("target_time", logits)
                 at = position + statistics.generated_tokens
-                cycle = _verify(logits, draft, sampling, rule, verify_key, at, logprobs)
+                cycle = _verify(logits, draft, sampling, rule, verify_key, at, logprobs, key)
                 clock.lap("verify_time")
                 num_accepted, path = cycle.num_accepted, cycle.path
                 items = _stream(cycle, room, stop_tokens, detokenizer, statistics)
@@ -394,6 +395,7 @@ def _verify(
     key: mx.array,
     position: int,
     logprobs: str | None,
+    next_key: mx.array,
 ) -> _Cycle:
     common = {
         "draft_logits": draft.draft_logits,
@@ -423,7 +425,8 @@ def _verify(
         *(result.tokens, result.num_accepted, result.status, result.logprobs, path),
         *(draft.draft_tokens, draft.status, temperature),
     ]
-    mx.eval(outputs)  # the only wait for the device in a cycle
+    # The key, too: another thread may go on with the generation.
+    mx.eval(outputs, next_key)  # the only wait for the device in a cycle
     tokens, num_accepted, status, values, path, drafts, draft_status, temperature = (
         output.tolist() if isinstance(output, mx.array) else output for output in outputs
     )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import mlx.core as mx
-import numpy as np
 from mlx import nn
 from mlx_lm.models import llama, mimo
 from mlx_lm.models.base import create_attention_mask
@@ -15,18 +16,18 @@ from mlx_lm.models.cache import KVCache
 
 DEFAULT_HEAD = Path(__file__).with_name("data") / "smollm2-135m-head.safetensors"
 
-# What a file says of its head.
-_CONFIG = (
-    "hidden_size",
-    "num_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "intermediate_size",
-    "rms_norm_eps",
-    "rope_theta",
-    "rope_traditional",
-    "vocab_size",
-)
+# What a head's file says of its layers.
+_CONFIG = {
+    "hidden_size": int,
+    "num_layers": int,
+    "num_attention_heads": int,
+    "num_key_value_heads": int,
+    "intermediate_size": int,
+    "rms_norm_eps": float,
+    "rope_theta": float,
+    "rope_traditional": bool,
+    "vocab_size": int,
+}
 
 
 @runtime_checkable
@@ -87,6 +88,7 @@ class DraftHead(nn.Module):
         self.norm = nn.RMSNorm(size, eps)
         # A module's names with an underscore are no parameters: these belong to the target.
         self._embedding = embedding
+        self._vocab_size = args.vocab_size
         self._draft_vocab = draft_vocab
         self._output = embedding(draft_vocab)
         mx.eval(self._draft_vocab, self._output)
@@ -99,7 +101,7 @@ class DraftHead(nn.Module):
         return [KVCache() for _ in self.layers]
 
     def __call__(self, tokens: mx.array, hidden: mx.array, cache: list[Any]) -> mx.array:
-        parts = self.embedding_norm(self._embedding(tokens)), self.hidden_norm(hidden)
+        parts = self.embedding_norm(self._embed(tokens)), self.hidden_norm(hidden)
         x = self.projection(mx.concatenate(parts, axis=-1))[None]
         mask = create_attention_mask(x, cache[0])
         for layer, layer_cache in zip(self.layers, cache):
@@ -107,7 +109,11 @@ class DraftHead(nn.Module):
         return self.norm(x)[0]
 
     def logits(self, outputs: mx.array, ids: mx.array | None = None) -> mx.array:
-        return outputs @ (self._output if ids is None else self._embedding(ids)).T
+        return outputs @ (self._output if ids is None else self._embed(ids)).T
+
+    def _embed(self, ids: mx.array) -> mx.array:
+        # A tokenizer may have ids that the target has not; none may index past its matrix.
+        return self._embedding(mx.minimum(ids, self._vocab_size - 1))
 
     @classmethod
     def load(cls, path: str | Path, model: Any) -> DraftHead:
@@ -124,14 +130,10 @@ class DraftHead(nn.Module):
         """
         if not Path(path).is_file():
             raise FileNotFoundError(f"[DraftHead.load] path: expected a file, got {path}")
-        weights, metadata = mx.load(str(path), return_metadata=True)
-        config = json.loads(metadata.get("config", "{}"))
-        missing = {"target"} - metadata.keys() | set(_CONFIG) - config.keys()
-        if missing or "draft_vocab" not in weights:
-            raise ValueError(
-                "[DraftHead.load] path: expected a head with "
-                f"{', '.join(sorted(missing) or ['draft_vocab'])}, got {path} without"
-            )
+        with _refusing("[DraftHead.load] path", path):
+            weights, metadata = mx.load(str(path), return_metadata=True)
+            draft_vocab, target = weights.pop("draft_vocab"), metadata["target"]
+            config = _checked_config(json.loads(metadata["config"]))
         expected = (config["vocab_size"], config["hidden_size"])
         embedding = getattr(getattr(model, "model", None), "embed_tokens", None)
         got = None
@@ -140,22 +142,17 @@ class DraftHead(nn.Module):
         if got != expected or hasattr(model, "lm_head"):
             kind = f"{type(model).__module__}.{type(model).__qualname__}"
             raise ValueError(
-                f"[DraftHead.load] model: expected {metadata['target']}, whose embedding matrix "
+                f"[DraftHead.load] model: expected {target}, whose embedding matrix "
                 f"{list(expected)} is its output matrix, got {kind} "
                 + ("with an output matrix" if got == expected else f"with {got and list(got)}")
             )
-        draft_vocab = weights.pop("draft_vocab")
-        ids = np.array(draft_vocab)
-        if ids.ndim != 1 or ids.dtype != np.int32 or not (0 <= ids).all() & (ids < got[0]).all():
-            raise ValueError(
-                f"[DraftHead.load] path: expected a draft_vocab of int32 ids in [0, {got[0]}), got "
-                f"{ids.dtype} {list(ids.shape)}"
-            )
-        layers = {name: config[name] for name in _CONFIG if name != "num_layers"}
-        args = llama.ModelArgs("llama", num_hidden_layers=config["num_layers"], **layers)
-        head = cls(args, embedding, draft_vocab)
-        head.load_weights([(k, v.astype(head._output.dtype)) for k, v in weights.items()])
-        mx.eval(head.parameters())
+        with _refusing("[DraftHead.load] path", path):
+            check_draft_vocab(draft_vocab, got[0])
+            layers = {name: config[name] for name in _CONFIG if name != "num_layers"}
+            args = llama.ModelArgs("llama", num_hidden_layers=config["num_layers"], **layers)
+            head = cls(args, embedding, draft_vocab)
+            head.load_weights([(k, v.astype(head._output.dtype)) for k, v in weights.items()])
+            mx.eval(head.parameters())
         return head.eval()
 
 
@@ -214,20 +211,22 @@ class MiMoHead(mimo.TransformerBlock):
                 f"[MiMoHead.load] model: expected a MiMo, got {type(model).__module__}."
                 f"{type(model).__qualname__}"
             )
-        weights = {
-            name.removeprefix(cls.PREFIX): value
-            for file in sorted(Path(folder).glob("*.safetensors"))
-            for name, value in mx.load(str(file)).items()
-            if name.startswith(cls.PREFIX)
-        }
+        with _refusing("[MiMoHead.load] folder", folder):
+            weights = {
+                name.removeprefix(cls.PREFIX): value
+                for file in sorted(Path(folder).glob("*.safetensors"))
+                for name, value in mx.load(str(file)).items()
+                if name.startswith(cls.PREFIX)
+            }
         if not weights:
             raise ValueError(
                 f"[MiMoHead.load] folder: expected safetensors files with {cls.PREFIX}*, got "
                 f"{folder} without"
             )
-        head = cls(model)
-        head.load_weights(list(weights.items()))
-        mx.eval(head.parameters())
+        with _refusing("[MiMoHead.load] folder", folder):
+            head = cls(model)
+            head.load_weights(list(weights.items()))
+            mx.eval(head.parameters())
         return head.eval()
 
 
@@ -241,3 +240,40 @@ def load_default_head(model: Any) -> DraftHead:
         ValueError: ``model`` is another one.
     """
     return DraftHead.load(DEFAULT_HEAD, model)
+
+
+def check_draft_vocab(ids: Any, vocab_size: int = 2**24) -> None:
+    """Raise ``ValueError`` unless ``ids`` are int32 ``[Vd]`` in ``[0, vocab_size)``.
+
+    A negative id would end a draft where it was drawn, and bias the text.
+    """
+    expected = f"expected a draft_vocab of int32 ids [Vd] in [0, {vocab_size}), got "
+    if not isinstance(ids, mx.array):
+        raise ValueError(expected + type(ids).__name__)
+    if ids.ndim != 1 or ids.dtype != mx.int32:
+        dtype = str(ids.dtype).removeprefix("mlx.core.")
+        raise ValueError(f"{expected}{dtype} {list(ids.shape)}")
+    if ids.size and not 0 <= mx.min(ids).item() <= mx.max(ids).item() < vocab_size:
+        raise ValueError(f"{expected}ids from {mx.min(ids).item()} to {mx.max(ids).item()}")
+
+
+def _checked_config(config: Any) -> dict[str, Any]:
+    if not isinstance(config, dict):
+        raise ValueError(f"expected a config that is an object, got {config!r}")
+    for name, kind in _CONFIG.items():
+        value = config.get(name)
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        fits = isinstance(value, kind) if kind is not float else number
+        if not fits or (kind is not bool and (value is True or not value > 0)):
+            raise ValueError(f"expected {name} in its config, {kind.__name__}, got {value!r}")
+    return config
+
+
+@contextlib.contextmanager
+def _refusing(argument: str, got: Any) -> Iterator[None]:
+    """Say which file is damaged, whatever that led to."""
+    try:
+        yield
+    except Exception as error:
+        reason = f"no {error}" if isinstance(error, KeyError) else error
+        raise ValueError(f"{argument}: expected a head, got {got} ({reason})") from error
