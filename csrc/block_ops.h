@@ -6,9 +6,6 @@
 
 namespace exactspec {
 
-// Values of a block that the maxima of `piece_maxima` are of.
-constexpr int kPiece = 256;
-
 // How logits become weights: exp((x - max) / temperature) where x is kept, else 0. Kept: x > cutoff, or
 // x == cutoff at an index up to `last`. A weight below 2**-126 is 0.
 struct Weighting {
@@ -23,9 +20,6 @@ struct BlockOps {
 
   // Largest value, or -inf for an empty block; `bad` is set when a value is NaN or +inf.
   float (*max)(const float* x, int n, bool* bad);
-
-  // Largest value of every kPiece values, the last of fewer.
-  void (*piece_maxima)(const float* x, int n, float* max);
 
   // Sum of the weights and the largest value, where by.max may be another value of the row and nothing
   // is cut. The sum is NaN where a value is, and good while (largest - max) / temperature <= 40.

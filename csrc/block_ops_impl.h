@@ -236,21 +236,6 @@ float block_max(const float* x, int n, bool* bad) {
   return max;
 }
 
-void block_piece_maxima(const float* x, int n, float* max) {
-  for (int start = 0; start < n; start += kPiece) {
-    Floats lane = Floats{} - kInf;
-    for_each_vector(least(kPiece, n - start), [&](int i, int count) __attribute__((always_inline)) {
-      Floats v = load(x + start + i, count);
-      lane = v > lane ? v : lane;
-    });
-    float largest = -kInf;
-    for (int j = 0; j < kWidth; ++j) {
-      largest = lane[j] > largest ? lane[j] : largest;
-    }
-    *max++ = largest;
-  }
-}
-
 double block_max_weight_sum(const float* x, int n, const Weighting& by, float* max) {
   Weights weights(by, n);
   Floats lane = Floats{} - kInf;
@@ -542,7 +527,6 @@ extern const BlockOps ops;
 const BlockOps ops{
     NAME(EXACTSPEC_ISA),
     block_max,
-    block_piece_maxima,
     block_max_weight_sum,
     block_weights,
     block_weight_sum,

@@ -14,6 +14,7 @@ constexpr float kInf = std::numeric_limits<float>::infinity();
 // A block takes a third of a microsecond or more, waking a thread several.
 constexpr int kBlocksPerTask = 8;
 constexpr int kFewBlocks = 24; // not worth another thread
+constexpr int kPiece = 256; // ids of a block whose maximum a search for many of the largest needs
 
 // Unsigned keys in the order "logit descending, then id ascending" are themselves descending.
 uint64_t sort_key(float logit, int id) {
@@ -67,7 +68,7 @@ class BlockSums {
     // Where k ids are to be found in fewer blocks, in each of many pieces there is hardly more than one.
     if (uses_top_k(sampling, row) && sampling.top_k > row.num_blocks() &&
         sampling.top_k <= num_pieces / 2) {
-      piece_max.resize(num_pieces);
+      piece_max_.resize(num_pieces);
     }
     // Masses are relative to a logit of the row, so no block has to be read for its maximum first.
     for (int block = 0; block < row.num_blocks() && reference_ == -kInf; ++block) {
@@ -90,8 +91,10 @@ class BlockSums {
     if (is_far(block)) {
       sum(max[block]);
     }
-    if (!piece_max.empty()) {
-      block_ops.piece_maxima(x, n, &piece_max[block * (DRAW_BLOCK / kPiece)]);
+    for (int i = 0; i < n && !piece_max_.empty(); i += kPiece) {
+      bool bad = false; // the sum tells
+      piece_max_[(block * DRAW_BLOCK + i) / kPiece] =
+          block_ops.max(x + i, std::min(kPiece, n - i), &bad);
     }
   }
 
@@ -114,9 +117,12 @@ class BlockSums {
     return true;
   }
 
+  // What the search for a few ids reads: maxima of spans of ids.
+  const std::vector<float>& span_max() const { return piece_max_.empty() ? max : piece_max_; }
+  int span() const { return piece_max_.empty() ? DRAW_BLOCK : kPiece; }
+
   std::vector<float> max;
   std::vector<double> mass;
-  std::vector<float> piece_max; // of every kPiece ids, where the search for the cut needs them
   float row_max = -kInf;
   double total = 0;
 
@@ -130,6 +136,7 @@ class BlockSums {
   const Row& row_;
   float temperature_;
   float reference_ = -kInf;
+  std::vector<float> piece_max_; // empty: those of the blocks are enough
 };
 
 int first_of_value(const Row& row, const BlockSums& sums, float value) {
@@ -277,14 +284,12 @@ class RankSearch {
       to += slack;
     }
     SortedPrefix ids;
-    const auto& maxima = sums_.piece_max.empty() ? sums_.max : sums_.piece_max;
-    int span = sums_.piece_max.empty() ? DRAW_BLOCK : kPiece;
-    for (size_t i = 0; i < maxima.size(); ++i) {
-      if (maxima[i] < from) {
+    for (size_t i = 0; i < sums_.span_max().size(); ++i) {
+      if (sums_.span_max()[i] < from) {
         continue;
       }
-      int first = static_cast<int>(i) * span;
-      int n = std::min(span, row_.size - first);
+      int first = static_cast<int>(i) * sums_.span();
+      int n = std::min(sums_.span(), row_.size - first);
       float buffer[DRAW_BLOCK];
       int index[DRAW_BLOCK];
       const float* x = row_.block(first, n, buffer);
@@ -317,10 +322,10 @@ Prefix rank_prefix(
   double total = sums.total;
 
   float floor = -kInf;
-  bool few = limit <= sums.max.size() || !sums.piece_max.empty();
+  bool few = limit <= sums.span_max().size();
   if (few) {
-    // k blocks (or pieces) have a maximum at or above this one, so k ids do.
-    auto maxima = sums.piece_max.empty() ? sums.max : sums.piece_max;
+    // k spans have a maximum at or above this one, so k ids do.
+    auto maxima = sums.span_max();
     std::nth_element(maxima.begin(), maxima.begin() + (limit - 1), maxima.end(), std::greater<>());
     floor = maxima[limit - 1];
   }

@@ -122,12 +122,6 @@ void check_max(Block& b) {
     wanted = b.x[i] > wanted ? b.x[i] : wanted;
   }
   CHECK(ops.max(b.x, b.n, &bad) == wanted && !bad, "%g", wanted);
-  float pieces[kMax / exactspec::kPiece + 1];
-  ops.piece_maxima(b.x, b.n, pieces);
-  for (int i = 0; i < b.n; i += exactspec::kPiece) {
-    int count = b.n - i < exactspec::kPiece ? b.n - i : exactspec::kPiece;
-    CHECK(pieces[i / exactspec::kPiece] == ops.max(b.x + i, count, &bad), "of %d values from %d", count, i);
-  }
   Weighting by = {b.by.max, b.by.temperature, -kInf, b.n};
   if (b.n > 0 && below(2) == 0) { // any value may be the reference
     float reference = b.x[below(b.n)];
