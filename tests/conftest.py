@@ -10,8 +10,10 @@ exactspec_openblas.use_openblas()  # real models take minutes otherwise; before 
 import itertools
 import zlib
 
+import numpy as np
 import pytest
 from backends import BACKENDS
+from exactspec import generate as generate_module
 
 
 @pytest.fixture(params=BACKENDS, ids=lambda backend: backend.name)
@@ -39,6 +41,20 @@ def _simulator(request):
     with simulator.options(**dict(zip(("variant", "max_threads", "order"), chosen))):
         yield
     simulator.check()
+
+
+@pytest.fixture
+def erratic_clock(monkeypatch):
+    """A clock whose cycles take random times, the same in every run: the draft length wanders."""
+
+    class Clock:
+        now, random = 0.0, np.random.default_rng(0)
+
+        def perf_counter(self):
+            self.now += self.random.exponential()
+            return self.now
+
+    monkeypatch.setattr(generate_module, "time", Clock())
 
 
 @pytest.fixture

@@ -99,20 +99,6 @@ class FixedDrafter(Drafter):
         return Draft(mx.array(self.tokens[:limit], mx.int32))
 
 
-@pytest.fixture
-def erratic_clock(monkeypatch):
-    """A clock whose cycles take random times, the same in every run: the draft length wanders."""
-
-    class Clock:
-        now, random = 0.0, np.random.default_rng(0)
-
-        def perf_counter(self):
-            self.now += self.random.exponential()
-            return self.now
-
-    monkeypatch.setattr(generate_module, "time", Clock())
-
-
 # Exactness
 
 

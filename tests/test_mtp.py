@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from exactspec import Cascade, Sampling
 from exactspec import cached_model as cached_model_module
-from exactspec import generate as generate_module
 from exactspec.cached_model import CachedModel
 from exactspec.drafters import (
     Adaptive,
@@ -22,7 +21,7 @@ from exactspec.drafters import (
     PromptLookup,
 )
 from exactspec.generate import NonFiniteLogitsError, generate, stream_generate
-from exactspec.heads import DEFAULT_HEAD, DraftHead, MiMoHead, load_default_head
+from exactspec.heads import DraftHead, MiMoHead, load_default_head
 from exactspec.models import load_default_model
 from mlx import nn
 from mlx.utils import tree_flatten, tree_map
@@ -70,20 +69,6 @@ def tiny_mimo(vocab_size: int = 8) -> tuple[mimo.Model, dict[str, mx.array]]:
     weights |= {f"model.mtp_layers.0.{k}": v for k, v in tree_flatten(head.parameters())}
     mx.eval(weights)
     return model, weights
-
-
-@pytest.fixture
-def erratic_clock(monkeypatch):
-    """A clock whose cycles take random times, the same in every run: the draft length wanders."""
-
-    class Clock:
-        now, random = 0.0, np.random.default_rng(0)
-
-        def perf_counter(self):
-            self.now += self.random.exponential()
-            return self.now
-
-    monkeypatch.setattr(generate_module, "time", Clock())
 
 
 class Sometimes(Drafter):
@@ -808,8 +793,6 @@ def test_nan_of_the_head(num_draft_tokens, slot, draft_vocab):
 
 @pytest.fixture(scope="module")
 def default_model():
-    if not DEFAULT_HEAD.is_file():
-        pytest.skip(f"{DEFAULT_HEAD.name} is not trained yet")
     model, tokenizer = load_default_model()
     return model, tokenizer, load_default_head(model)
 
