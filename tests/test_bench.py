@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import xml.dom.minidom
+from concurrent.futures import Future
 from importlib.util import find_spec
 
 import mlx.core as mx
@@ -210,6 +211,48 @@ def test_json_of_both_levels_and_plots(folder, tmp_path):
         lines = [str(item) for item in report.tables({**result, "load": load})]
         assert any(line.startswith("limit, ") for line in lines)
         assert any("the machine was busy" in line for line in lines) == warned
+
+
+class InterruptedPool:
+    """Runs what it is given at once; the third time, someone presses Ctrl-C."""
+
+    def __init__(self, *arguments, **options):
+        self.count = 0
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+    def submit(self, function, *arguments):
+        self.count += 1
+        if self.count == 3:
+            raise KeyboardInterrupt
+        future = Future()
+        future.set_result(function(*arguments))
+        return future
+
+
+def test_interrupted_results_are_shown(folder, monkeypatch):
+    monkeypatch.setattr(operation, "ProcessPoolExecutor", InterruptedPool)
+    arguments = ("--size", "1,2,64", "--setting", "temperature", "--rounds", "1", "--threads", "1")
+    done = invoke("operation", *arguments, "--json", code=130)
+    result = json.loads(done.stdout)["operation"]
+    assert len(result["results"]) == len(result["limits"]) == 1 and result["interrupted"]
+    assert result["results"][0]["share_of_limit"] > 0
+    assert "interrupted: " in done.stderr
+    # The loop is not begun then.
+    options = ("--model", folder, "--draft-model", folder, "--max-tokens", "2", "--json")
+    assert "loop" not in json.loads(invoke(*arguments, *options, code=130).stdout)
+
+    def interrupt(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("exactspec.bench.loop.take_apart", interrupt)
+    result = json.loads(invoke("loop", "--quick", *options, code=130).stdout)["loop"]
+    assert len(result["results"]) == 5 and result["cycle"] == [] and result["interrupted"]
+    assert "plain, mlx-lm" in invoke("loop", "--quick", *options[:-1], code=130).stdout
 
 
 @pytest.mark.parametrize(

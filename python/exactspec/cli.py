@@ -255,6 +255,7 @@ def bench(
     """Time the operation and the decode loop beside other ways to do the same.
 
     Every peer is verified before it is timed. Install exactspec[bench] for all peers and the plots.
+    Ctrl-C ends the measuring; what was measured so far is shown, and the exit status is 130.
     """
     from .bench.plan import Options, Wrong, run
 
@@ -295,6 +296,9 @@ def bench(
             console.print(item, soft_wrap=isinstance(item, str), markup=not isinstance(item, str))
     for path in written:
         print(f"wrote {path}", file=sys.stderr)
+    if any(result[level]["interrupted"] for level in ("operation", "loop") if level in result):
+        print("interrupted: this is what was measured before", file=sys.stderr)
+        raise typer.Exit(130)  # 128 + SIGINT, as shells have it
 
 
 @app.command()

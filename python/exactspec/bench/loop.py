@@ -179,7 +179,8 @@ def _mlx_lm(tokenizer: Any, target: nn.Module, draft: nn.Module | None, count: i
             detokenizer.add_token(token)
         seconds = time.perf_counter() - start
         steps.close()
-        return Text(tokens, accepted, len(tokens) - accepted, seconds)
+        # Each cycle ends in a token that was not drafted, but for one that the limit cuts off.
+        return Text(tokens, accepted, len(tokens) - accepted + drafted, seconds)
 
     return decode
 
@@ -302,23 +303,27 @@ def run(
     rounds: int,
     console: Console,
 ) -> dict[str, Any]:
-    """Measure the loop, with the progress on ``console``.
+    """Measure the loop, with the progress on ``console``. Ctrl-C ends it with the rows so far.
 
     Returns:
-        ``{"model", "draft_model", "results": [...], "cycle": [...]}``, ready for JSON.
+        ``{"model", "draft_model", "results": [...], "cycle": [...], "interrupted": ...}`` and the
+        options, ready for JSON.
     """
     peers = make_peers(models, num_draft_tokens)
-    rows = []
-    with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("decode loop", total=len(prompts) * len(temperatures) + 1)
-        for name in prompts:
-            ids = _encode(models.tokenizer, PROMPTS[name])
-            for temperature in temperatures:
-                new = compare(peers, ids, temperature, max_tokens, rounds)
-                rows += [{"prompt": name, "temperature": temperature, **row} for row in new]
-                progress.advance(task)
-        ids = _encode(models.tokenizer, PROMPTS[prompts[0]])
-        cycle = take_apart(models, ids, temperatures[-1], max_tokens, num_draft_tokens)
+    rows, cycle, interrupted = [], [], False
+    try:
+        with Progress(console=console, transient=True) as progress:
+            task = progress.add_task("decode loop", total=len(prompts) * len(temperatures) + 1)
+            for name in prompts:
+                ids = _encode(models.tokenizer, PROMPTS[name])
+                for temperature in temperatures:
+                    new = compare(peers, ids, temperature, max_tokens, rounds)
+                    rows += [{"prompt": name, "temperature": temperature, **row} for row in new]
+                    progress.advance(task)
+            ids = _encode(models.tokenizer, PROMPTS[prompts[0]])
+            cycle = take_apart(models, ids, temperatures[-1], max_tokens, num_draft_tokens)
+    except KeyboardInterrupt:
+        interrupted = True
     return {
         **models.names,
         "num_draft_tokens": num_draft_tokens,
@@ -326,6 +331,7 @@ def run(
         "rounds": rounds,
         "results": rows,
         "cycle": cycle,
+        "interrupted": interrupted,
     }
 
 

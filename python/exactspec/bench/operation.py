@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import statistics
@@ -46,7 +47,7 @@ NUM_INPUTS = 4
 EVICTION_BYTES = 1 << 29
 
 # A slow peer has fewer rounds: no more than fit into this time, but some.
-PEER_SECONDS = 2.0
+PEER_SECONDS = 1.0
 LEAST_ROUNDS = 3
 
 # A law of 7 outcomes, tried LAW_TRIALS times: once in a million for a right peer.
@@ -66,7 +67,8 @@ class Case(NamedTuple):
         size: B, K, V.
         setting: a key of ``SETTINGS``.
         dtype: of the logits, a key of ``DTYPES``.
-        cold: whether the inputs are in no cache; else they have just been read.
+        cold: whether nothing of the call is in a cache, neither its inputs nor its code; else the
+            peer has just been called, on the input before, and the inputs have been read.
         threads: of the CPU; None on a GPU.
         rounds: timed calls of each peer, at most.
     """
@@ -149,6 +151,15 @@ def check_tokens(name: str, ours: tuple, theirs: tuple, inputs: dict, same_token
     compared = np.arange(tokens.shape[1]) < emitted
     if not np.array_equal(tokens[compared], peer_tokens[compared]):
         raise Wrong(f"{name} emits {peer_tokens.tolist()}, not {tokens.tolist()}")
+
+
+@functools.cache
+def check_laws(make: Callable[..., dict], sampling: Sampling, kind: str) -> None:
+    """``check_law`` for every peer that draws its own last token: once a process, for all sizes."""
+    few = sampling if sampling.top_k <= 0 else sampling._replace(top_k=4, top_p=0.8)
+    for name, peer in make(few, kind).items():
+        if isinstance(peer, Peer) and not peer.same_tokens and peer.part is None:
+            check_law(name, peer, few, kind)
 
 
 def check_law(name: str, peer: Peer, sampling: Sampling, kind: str) -> None:
@@ -253,10 +264,7 @@ def measure(case: Case, make: Callable[..., dict] = make_peers) -> dict[str, Any
                 check_residual(name, theirs[0], x, sampling)
             elif name != OURS:
                 check_tokens(name, ours, theirs, x, peer.same_tokens)
-    few = sampling if sampling.top_k <= 0 else sampling._replace(top_k=4, top_p=0.8)
-    for name, peer in make(few, kind).items():
-        if isinstance(peer, Peer) and not peer.same_tokens and peer.part is None:
-            check_law(name, peer, few, kind)
+    check_laws(make, sampling, kind)
 
     times: dict[str, list[float]] = {name: [] for name in peers}
     names = list(peers)
@@ -266,6 +274,9 @@ def measure(case: Case, make: Callable[..., dict] = make_peers) -> dict[str, Any
         for name in names[turn:] + names[:turn]:
             if i >= rounds[name]:
                 continue
+            if not case.cold:
+                # Other peers have taken the caches from the code as well.
+                peers[name].run(prepared[name][number - 1])
             set_cache(number)
             start = time.perf_counter()
             peers[name].run(prepared[name][number])
@@ -376,44 +387,52 @@ def run(cases: list[Case], console: Console) -> dict[str, Any]:
     """Measure limits and cases, with the progress on ``console``.
 
     Each number of threads has a process of its own, since libraries read it once. The limits are
-    measured before and after the cases: the better ones count.
+    measured before and after the cases: the better ones count. Ctrl-C ends it with the rows so far.
 
     Returns:
-        ``{"limits": [...], "results": [...]}``, ready for JSON.
+        ``{"limits": [...], "results": [...], "interrupted": ...}``, ready for JSON.
 
     Raises:
         Wrong: a peer disagrees.
     """
-    all_limits, rows = [], []
+    all_limits, rows, interrupted = [], [], False
     context = multiprocessing.get_context("spawn")
-    with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("operation", total=len(cases))
-        for threads in dict.fromkeys(case.threads for case in cases):
-            with ProcessPoolExecutor(
-                1, context, initializer=use_threads, initargs=(threads,)
-            ) as process:
-                found = [process.submit(limits, threads).result()]
-                measured = []
-                for case in cases:
-                    if case.threads == threads:
-                        measured.append(process.submit(measure, case).result())
-                        progress.advance(task)
-                found.append(process.submit(limits, threads).result())
-            best = {
-                name: value if name == "threads" else _best(name, *(x[name] for x in found))
-                for name, value in found[0].items()
-            }
-            for row in measured:
-                add_shares(row, best)
-            all_limits.append(best)
-            rows += measured
-    return {"limits": all_limits, "results": rows}
+    try:
+        with Progress(console=console, transient=True) as progress:
+            task = progress.add_task("operation", total=len(cases))
+            for threads in dict.fromkeys(case.threads for case in cases):
+                found: list[dict[str, Any]] = []
+                measured: list[dict[str, Any]] = []
+                try:
+                    with ProcessPoolExecutor(
+                        1, context, initializer=_begin, initargs=(threads,)
+                    ) as process:
+                        found.append(process.submit(limits, threads).result())
+                        for case in cases:
+                            if case.threads == threads:
+                                measured.append(process.submit(measure, case).result())
+                                progress.advance(task)
+                        found.append(process.submit(limits, threads).result())
+                finally:
+                    if found:
+                        best = _best(found)
+                        for row in measured:
+                            add_shares(row, best)
+                        all_limits.append(best)
+                        rows += measured
+    except KeyboardInterrupt:
+        interrupted = True
+    return {"limits": all_limits, "results": rows, "interrupted": interrupted}
 
 
-def _best(name: str, first: float | None, second: float | None) -> float | None:
-    if first is None:
-        return None
-    return min(first, second) if name == "call_ms" else max(first, second)
+def _best(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """The better one of each limit."""
+    best = dict(found[0])
+    for name in ("exps_per_second", "bytes_per_second", "call_ms"):
+        values = [limit[name] for limit in found if limit[name] is not None]
+        if values:
+            best[name] = (min if name == "call_ms" else max)(values)
+    return best
 
 
 def use_threads(threads: int | None) -> None:
@@ -424,3 +443,13 @@ def use_threads(threads: int | None) -> None:
             import torch
 
             torch.set_num_threads(threads)
+
+
+def _begin(threads: int | None) -> None:
+    """Start a process that measures; Linux keeps it on as many cores as threads.
+
+    To wake a thread on another, idle core costs a virtual machine more than a small call.
+    """
+    if threads is not None and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-threads:])
+    use_threads(threads)

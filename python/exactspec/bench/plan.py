@@ -56,6 +56,8 @@ def run(options: Options, console: Console) -> dict[str, Any]:
         models = loop.load_models(options.model, options.draft_model)
     if options.operation:
         result["operation"] = operation.run(cases, console)
+        if result["operation"]["interrupted"]:
+            return result
     if options.loop:
         result["loop"] = loop.run(
             models,

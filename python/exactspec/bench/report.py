@@ -63,7 +63,8 @@ def tables(result: dict[str, Any]) -> Iterator[Table | str]:
     if "loop" in result:
         loop = result["loop"]
         yield _loop_table(loop)
-        yield _cycle_table(loop["cycle"])
+        if loop["cycle"]:
+            yield _cycle_table(loop["cycle"])
     for name in ("command", "device", "cpu", "system", "python", "blas"):
         yield f"{name}: {result[name]}"
     if result["load"] > MOST_LOAD:
@@ -139,7 +140,7 @@ def _loop_table(loop: dict[str, Any]) -> Table:
 
 def _cycle_table(cycle: list[dict[str, Any]]) -> Table:
     table = Table("drafter", title="a cycle, ms")
-    phases = list(cycle[0]["ms"]) if cycle else []
+    phases = list(cycle[0]["ms"])
     for column in (*phases, "outside the forwards"):
         table.add_column(column, justify="right")
     for row in cycle:
