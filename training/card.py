@@ -13,7 +13,8 @@ TEXT = """# Draft head of {target}
 
 Licence: Apache-2.0. Derived from {target} (Apache-2.0, Hugging Face): it was trained on
 that model's distributions over texts sampled from it, and uses that model's embedding as its own.
-No other data went in. `training/train_head.py` made the weights and this card.
+Besides them only prompts that were written for it went in (`training/prompts.py`).
+`training/train_head.py` made the weights and this card.
 
 One projection, {layers} Llama layer, a final norm: {parameters:,} parameters, float16.
 Draft vocabulary: the {vocab:,} ids with the most of the target's probability on the training texts;
@@ -22,8 +23,10 @@ in use the ids of the context join them.
 ## Acceptance on held-out prompts
 
 Of `training/held_out.json` ({temperatures}; at most {max_length} tokens a text).
-Depth 1 is the mean of 1 - total variation of target and draft, both at the text's temperature;
-depth i that of the drafts whose earlier tokens were accepted. At temperature 0: the same argmax.
+Drafts begin at every {stride}th token of an answer. Depth 1 is the mean of 1 - total variation of
+target and draft, both at the text's temperature; depth i that of the drafts whose earlier tokens
+were accepted, each with the probability of that. At temperature 0: the same argmax. In brackets:
+the number of drafts.
 
 {acceptance}
 
@@ -63,6 +66,7 @@ def write_card(weights: Path) -> None:
         vocab=vocab,
         temperatures="temperatures " + ", ".join(about["acceptance"]),
         max_length=about["made"]["max_length"],
+        stride=about["made"]["stride"],
         acceptance=_acceptance_table(about["acceptance"]),
         texts=data["texts"],
         tokens=data["tokens"],
@@ -75,16 +79,16 @@ def write_card(weights: Path) -> None:
         seed=training["seed"],
         log=_log_table(training["log"]),
         tried=TRIED.read_text(),
-        **{name: value for name, value in about["made"].items() if name != "max_length"},
+        **{n: value for n, value in about["made"].items() if n not in ("max_length", "stride")},
     )
     weights.with_suffix(".md").write_text(card)
 
 
-def _acceptance_table(acceptance: dict[str, dict[str, list[float]]]) -> str:
+def _acceptance_table(acceptance: dict[str, dict[str, list]]) -> str:
     kinds = sorted({kind for rates in acceptance.values() for kind in rates})
     depth = len(acceptance[next(iter(acceptance))]["all"])
     rows = [
-        [temperature, kind, *(f"{rate:.3f}" for rate in rates[kind])]
+        [temperature, kind, *(f"{rate:.3f} ({drafts:.0f})" for rate, drafts in rates[kind])]
         for temperature, rates in acceptance.items()
         for kind in kinds
     ]
@@ -94,9 +98,7 @@ def _acceptance_table(acceptance: dict[str, dict[str, list[float]]]) -> str:
 def _log_table(log: list[dict]) -> str:
     names = ["trained", "cross_entropy_1", "acceptance_1", "mass_1"]
     names += ["cross_entropy_2", "acceptance_2"]
-    rows = [
-        [f"{entry.get(name, ''):,}" if name in entry else "" for name in names] for entry in log
-    ]
+    rows = [[f"{entry[name]:,}" if name in entry else "" for name in names] for entry in log]
     return _table([name.replace("_", " ") for name in names], rows)
 
 

@@ -147,8 +147,10 @@ def evaluate(
     seed: int,
     workers: int,
     progress: Progress,
-) -> dict[str, dict[str, list[float]]]:
-    """Acceptance by depth, for each temperature: of all texts and of every kind. All in float32."""
+) -> dict[str, dict[str, list[tuple[float, float]]]]:
+    """For each temperature, of all texts and of every kind, by depth: acceptance, and of how many
+    drafts that is the mean. All in float32.
+    """
     jobs = [
         (number, kind, text._replace(hidden=None, log_sum=None))
         for number, (kind, text) in enumerate(texts)
@@ -166,7 +168,7 @@ def evaluate(
                 by_kind[name] = by_kind.get(name, 0) + counts
     return {
         temperature: {
-            kind: [round(value, 4) for value in (accepted / weights).tolist()]
+            kind: [(round(float(a / w), 4), round(float(w), 1)) for w, a in zip(weights, accepted)]
             for kind, (weights, accepted) in by_kind.items()
         }
         for temperature, by_kind in sorted(sums.items())

@@ -18,31 +18,30 @@ from safetensors.torch import load_file
 from sampling import ChatTemplate, shard_paths
 from target import Target
 from torch import Tensor
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 DRAFT_VOCAB = 8192
 VOCAB_ROWS = 40_000
 # Entries of one optimiser step.
-BATCH = 4096
+BATCH = 1024
 # Of matrices, by Muon, and of norms, by AdamW.
 MATRIX_RATE, NORM_RATE = 0.02, 1.2e-3
 WARM_UP = 0.03
 # Parts of the training after which the second step and the total variation come in.
 SECOND_STEP_FROM, TV_FROM, TV_WEIGHT = 0.5, 0.7, 2.0
-LOG_UPDATES, CHECKPOINT_SECONDS = 25, 120
+LOG_UPDATES, CHECKPOINT_UPDATES = 100, 200
 
 
 class Texts:
     """All texts of a data folder in memory."""
 
-    def __init__(self, folder: Path, limit: int | None = None) -> None:
+    def __init__(self, folder: Path) -> None:
         shards, starts, total = [], [], 0
         for path in shard_paths(folder):
             shard = load_file(path)
             shards.append(shard)
             starts.append(shard["starts"].long() + total)
             total += len(shard["ids"])
-            if limit is not None and total >= limit:
-                break
         if not shards:
             raise FileNotFoundError(f"[Texts] folder: expected shards, got none in {folder}")
         self.ids, self.hidden, self.log_sum = (
@@ -101,8 +100,10 @@ class Texts:
 
 @dataclass
 class State:
-    """What a checkpoint holds besides the weights."""
+    """What a checkpoint holds besides the weights; it is of one folder and one schedule."""
 
+    data_tokens: int
+    wanted: int
     vocab: Tensor | None = None
     trained: int = 0
     seconds: float = 0.0
@@ -116,7 +117,8 @@ def optimizers(head: Head) -> list[torch.optim.Optimizer]:
     matrices = [w for w in head.parameters() if w.ndim == 2]
     norms = [w for w in head.parameters() if w.ndim < 2]
     return [
-        torch.optim.Muon(matrices, MATRIX_RATE, weight_decay=0.1),
+        # Half of a small batch's time; each process does its part of the matrices.
+        ZeroRedundancyOptimizer(matrices, torch.optim.Muon, lr=MATRIX_RATE, weight_decay=0.1),
         torch.optim.AdamW(norms, NORM_RATE, (0.9, 0.95), weight_decay=0),
     ]
 
@@ -158,47 +160,57 @@ def train(
     skip: int,
     tokens: int,
     seed: int,
-    checkpoint: Path | None = None,
-    progress: Progress | None = None,
-    export: Callable[[State], None] = lambda state: None,
+    checkpoint: Path,
+    progress: Progress | None,
+    export: Callable[[State], None],
 ) -> State:
     """Train on ``tokens`` tokens, several epochs if need be.
 
-    In a process group every process takes its share of each step's batch, and they add up their
-    gradients; the one of rank 0 has a checkpoint and shows progress.
+    Every process of the group takes its share of each step's batch, and they add up their
+    gradients; the one of rank 0 saves and shows progress.
 
     Args:
         skip: tokens that all texts begin with; nothing is learned from them.
-        checkpoint: a file to go on from, and to save to.
+        checkpoint: a file to go on from, if it exists, and to save to.
         export: called after every save.
+
+    Raises:
+        ValueError: the checkpoint is of other data, or of another number of tokens.
     """
-    grouped = dist.is_initialized()
-    rank, size = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
-    state, makers = State(), optimizers(head)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    state, makers = State(len(texts.ids), tokens), optimizers(head)
     # Before a checkpoint is loaded: they keep the rates that the optimisers began with.
     schedules = [
         torch.optim.lr_scheduler.LambdaLR(maker, lambda _: learning_rate(state.trained / tokens))
         for maker in makers
     ]
-    if checkpoint is not None and checkpoint.exists():
+    if checkpoint.exists():
         saved = torch.load(checkpoint, weights_only=True)
+        state = State(**saved["state"])
+        if (state.data_tokens, state.wanted) != (len(texts.ids), tokens):
+            raise ValueError(
+                f"[train] checkpoint: expected one of {len(texts.ids)} tokens of data and {tokens} "
+                f"to train on, got {state.data_tokens} and {state.wanted}; delete {checkpoint} to "
+                "train anew"
+            )
         head.load_state_dict(saved["head"])
         for maker, maker_state in zip(makers, saved["optimizers"]):
             maker.load_state_dict(maker_state)
-        state = State(**saved["state"])
-    if state.vocab is None:
+    else:
         state.vocab = texts.likely_ids(target, DRAFT_VOCAB, seed)
     task = progress.add_task("train", total=tokens) if progress else None
 
     def save() -> None:
-        makers_state = [maker.state_dict() for maker in makers]
-        saved = {"head": head.state_dict(), "optimizers": makers_state, "state": vars(state)}
-        unfinished = checkpoint.with_suffix(".part")
-        torch.save(saved, unfinished)
-        os.replace(unfinished, checkpoint)
-        export(state)
+        makers[0].consolidate_state_dict()
+        if rank == 0:
+            makers_state = [maker.state_dict() for maker in makers]
+            saved = {"head": head.state_dict(), "optimizers": makers_state, "state": vars(state)}
+            unfinished = checkpoint.with_suffix(".part")
+            torch.save(saved, unfinished)
+            os.replace(unfinished, checkpoint)
+            export(state)
 
-    saved_at, recent = time.monotonic(), []
+    recent = []
     while state.trained < tokens:
         batches = texts.batches(BATCH // size, random.Random(f"{seed} {state.epoch}"))
         # Every process has a batch in every step.
@@ -214,9 +226,8 @@ def train(
                     head, target, texts, batch, state.vocab, skip, steps, tv_weight
                 )
             loss.backward()
-            if grouped:
-                for shared in (*(w.grad for w in head.parameters()), sums):
-                    dist.all_reduce(shared)
+            for shared in (*(w.grad for w in head.parameters()), sums):
+                dist.all_reduce(shared)
             for w in head.parameters():
                 w.grad /= sums[:, 3].sum()
             norm = torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
@@ -236,13 +247,11 @@ def train(
                     progress.console.print(_line(state.log[-1]))
             if progress:
                 progress.update(task, completed=state.trained)
-            if checkpoint and rank == 0 and time.monotonic() - saved_at > CHECKPOINT_SECONDS:
+            if state.updates % CHECKPOINT_UPDATES == 0:
                 save()
-                saved_at = time.monotonic()
         if state.batch >= len(batches):
             state.epoch, state.batch = state.epoch + 1, 0
-    if checkpoint and rank == 0:
-        save()
+    save()
     return state
 
 

@@ -3,11 +3,12 @@
     python training/train_head.py DATA [--tokens N] [--trained-tokens N] [--seed S]
 
 DATA is a folder for shards, texts and the checkpoint. Run it again and it goes on: missing data is
-sampled with new seeds, training resumes from the checkpoint.
+sampled with new seeds, training resumes from the checkpoint, which is of one amount of data.
 """
 
 from __future__ import annotations
 
+import os
 import platform
 import time
 from importlib.metadata import version
@@ -17,7 +18,7 @@ from typing import Annotated
 import torch
 import typer
 from card import write_card
-from evaluation import MAX_LENGTH, evaluate, load_held_out_texts
+from evaluation import MAX_LENGTH, STRIDE, evaluate, load_held_out_texts
 from head import save_head
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -31,9 +32,10 @@ OUT = Path(__file__).parents[1] / "python/exactspec/data/smollm2-135m-head.safet
 def main(
     data: Annotated[Path, typer.Argument(help="Folder of shards, texts and the checkpoint.")],
     tokens: Annotated[int, typer.Option(help="Sample until there are so many.")] = 1_000_000,
-    trained_tokens: Annotated[int, typer.Option(help="Over all epochs.")] = 4_000_000,
+    trained_tokens: Annotated[int, typer.Option(help="Over all epochs.")] = 2_000_000,
     seed: Annotated[int, typer.Option(help="Of prompts, texts, weights and batches.")] = 1,
-    workers: Annotated[int, typer.Option(help="Processes, of a thread each.")] = 2,
+    workers: Annotated[int, typer.Option(help="Processes, of a thread each.")] = os.cpu_count()
+    or 1,
     slots: Annotated[int, typer.Option(help="Texts that a process samples at once.")] = 256,
     out: Annotated[Path, typer.Option(help="The weights; the card goes beside them.")] = OUT,
 ) -> None:
@@ -69,6 +71,7 @@ def main(
             "mlx": version("mlx"),
             "logits_difference": difference,
             "max_length": MAX_LENGTH,
+            "stride": STRIDE,
         },
     }
     save_head(out, head, state.vocab, target, about)
