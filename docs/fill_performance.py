@@ -22,24 +22,36 @@ def table(header: list[str], rows: list[list[str]]) -> str:
 
 
 def operation(result: dict[str, Any]) -> str:
+    """A line for each case; its cells have a figure for each number of threads."""
     rows = result["operation"]["results"]
     peers = list(dict.fromkeys(name for row in rows for name in row["peers"] if name != OURS))
-    header = ["B, K, V", "setting", "logits", "threads", "ms", "of the limit", *peers]
-    lines = []
+    cases: dict[tuple, list[dict[str, Any]]] = {}
     for row in rows:
-        measured = row["peers"]
+        case = (*row["size"], row["setting"], row["dtype"], row["cold"])
+        cases.setdefault(case, []).append(row)
+
+    def cell(rows: list[dict[str, Any]], show) -> str:
+        return " / ".join(show(row) for row in rows)
+
+    def ratio(name: str):
+        return lambda row: f"{row['peers'][name]['ratio']:.1f}"
+
+    lines = []
+    for (*size, setting, dtype, cold), rows in cases.items():
         lines.append(
             [
-                ", ".join(map(str, row["size"])),
-                row["setting"],
-                f"{row['dtype']}, {'cold' if row['cold'] else 'hot'}",
-                str(row["threads"] or "gpu"),
-                f"{measured[OURS]['median_ms']:.3f}",
-                f"{row['share_of_limit']:.0%}",
-                *(f"{measured[n]['ratio']:.1f}x" if n in measured else "" for n in peers),
+                ", ".join(map(str, size)),
+                setting,
+                f"{dtype}, {'cold' if cold else 'hot'}",
+                cell(rows, lambda row: f"{row['peers'][OURS]['median_ms']:.3f}"),
+                cell(rows, lambda row: f"{row['share_of_limit']:.0%}"),
+                *(cell(rows, ratio(n)) if n in rows[0]["peers"] else "" for n in peers),
             ]
         )
-    return table(header, lines)
+    threads = " / ".join(str(limit["threads"]) for limit in result["operation"]["limits"])
+    return table(
+        ["B, K, V", "setting", "logits", f"ms, {threads} threads", "of the limit", *peers], lines
+    )
 
 
 def loop(result: dict[str, Any]) -> str:
@@ -91,6 +103,10 @@ def goals(result: dict[str, Any]) -> str:
         if plain:
             share = plain["share_of_limit"]
             add(f"temperature, {where}", ">= 85 % of the limit", f"{share:.0%}", share >= 0.85)
+            # Python's and MLX's part, which a call on 64 ids takes as well, is no exponential.
+            own = plain["limit_ms"] / (plain["peers"][OURS]["median_ms"] - limit["call_ms"])
+            what = f"temperature, {where}, without the time of a call on 64 ids"
+            add(what, ">= 85 % of the limit", f"{own:.0%}", own >= 0.85)
             for part, least in (("composed", 100), ("NumPy", 10), ("Hugging Face", 25)):
                 ratios = [p["ratio"] for n, p in plain["peers"].items() if n.startswith(part)]
                 if ratios:
