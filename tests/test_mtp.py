@@ -27,7 +27,13 @@ from mlx import nn
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models import mimo
 from mlx_lm.models.cache import make_prompt_cache
-from test_generate import assert_distributed, counting_model, interrupt_eval, random_table
+from test_generate import (
+    FixedDrafter,
+    assert_distributed,
+    counting_model,
+    interrupt_eval,
+    random_table,
+)
 from toy_models import (
     LLAMA_CONFIG,
     NEAR_TIE,
@@ -422,6 +428,36 @@ def test_plain_drafters_do_not_record():
     holder.settle(PROMPT, 0)
     holder.feed(mx.zeros((0,), mx.int32))
     assert holder.model is model and holder._hidden == []
+
+
+# Statistics
+
+
+@pytest.mark.parametrize(
+    ("draft", "parents", "options", "drafted", "reached", "accepted"),
+    [
+        # Cycles: 2 3 4, 5 of a draft of two tokens, 6 of one, 7 without.
+        ([2, 3, 9], None, {"max_tokens": 6}, [3, 2, 1], [3, 1, 1], [1, 1, 0]),
+        # No slot for the token behind a draft that is accepted whole.
+        ([2, 3], None, {"max_tokens": 3}, [1, 1], [1, 1], [1, 1]),
+        # What lies behind a stop token is no text, whether it was drafted or not.
+        ([2, 3, 4, 5], None, {"stop_tokens": [3]}, [1] * 4, [1, 1, 0, 0], [1, 1, 0, 0]),
+        ([2, 9, 4, 5], None, {"stop_tokens": [3]}, [1] * 4, [1, 1, 0, 0], [1, 0, 0, 0]),
+        # A path that ends where another one goes on.
+        ([2, 9, 3], [-1, -1, 1], {"stop_tokens": [3]}, [1, 1], [1, 0], [1, 0]),
+    ],
+)
+def test_reached_slots(draft, parents, options, drafted, reached, accepted):
+    class Fixed(FixedDrafter):
+        proposes_trees = True
+
+        def draft(self, limit, key):
+            return super().draft(limit, key)._replace(parents=parents)
+
+    statistics = run(counting_model(), [1], drafter=Fixed(draft), **options).statistics
+    assert statistics.slot_drafted == drafted
+    assert statistics.slot_reached == reached
+    assert statistics.slot_accepted == accepted
 
 
 # Ends of a text

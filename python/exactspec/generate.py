@@ -56,6 +56,8 @@ class Statistics:
             draft at a temperature above 0.
         cycles: number of cycles.
         slot_drafted: ``slot_drafted[i]`` cycles had a draft token in slot i.
+        slot_reached: in ``slot_reached[i]`` cycles the token of slot i was judged, since all
+            tokens before it were accepted and none of them ended the text.
         slot_accepted: in ``slot_accepted[i]`` cycles the token of slot i was accepted, and so
             all tokens before it.
         draft_time, target_time, verify_time: parts of generation_time; only with
@@ -68,6 +70,7 @@ class Statistics:
     generation_time: float = 0.0
     cycles: int = 0
     slot_drafted: list[int] = field(default_factory=list)
+    slot_reached: list[int] = field(default_factory=list)
     slot_accepted: list[int] = field(default_factory=list)
     exact: bool = True
     draft_time: float | None = None
@@ -114,15 +117,19 @@ class Statistics:
         """Speed of generation."""
         return _ratio(self.generated_tokens, self.generation_time)
 
-    def _count_cycle(self, num_drafts: int, num_accepted: int, seconds: float) -> None:
+    def _count_cycle(self, num_drafts: int, sources: list[str], seconds: float) -> None:
         self.cycles += 1
         self.generation_time += seconds
         new_slots = [0] * (num_drafts - len(self.slot_drafted))
         self.slot_drafted += new_slots
+        self.slot_reached += new_slots
         self.slot_accepted += new_slots
         for slot in range(num_drafts):
             self.slot_drafted[slot] += 1
-            self.slot_accepted[slot] += slot < num_accepted
+        for slot, source in enumerate(sources):
+            if source != "bonus":  # a residual token stands where a draft was rejected
+                self.slot_reached[slot] += 1
+                self.slot_accepted[slot] += source == "draft"
 
 
 class GeneratedToken(NamedTuple):
@@ -322,7 +329,7 @@ def stream_generate(
                 items = _stream(cycle, room, stop_tokens, detokenizer, statistics)
                 seconds = time.perf_counter() - start
                 # An accepted draft behind a stop token is no text.
-                statistics._count_cycle(cycle.num_drafts, min(num_accepted, len(items)), seconds)
+                statistics._count_cycle(cycle.num_drafts, [i.source for i in items], seconds)
                 statistics.exact &= cycle.exact
                 drafter.observe(cycle.num_drafts, num_accepted, seconds)
                 for item in items:
