@@ -615,6 +615,31 @@ def test_a_head_from_a_file(tmp_path):
     )
 
 
+@pytest.mark.parametrize("kind", ["draft head", "mimo"])
+def test_what_is_done_to_a_head_leaves_its_target_alone(kind, tmp_path):
+    if kind == "mimo":
+        target, weights = tiny_mimo()
+        mx.save_safetensors(str(tmp_path / "model.safetensors"), weights)
+        target.train()
+        head = MiMoHead.load(tmp_path, target)
+    else:
+        target = tiny_llama(8)
+        save_head(tmp_path / "head.safetensors", target, [4, 2, 6])
+        target.train()
+        head = DraftHead.load(tmp_path / "head.safetensors", target)
+    assert not head.training and all(module.training for module in target.modules())
+    hidden = mx.random.normal((3, 32), key=mx.random.key(0))
+    outputs = head(mx.array([1, 2, 3]), hidden, head.make_cache())
+    logits = head.logits(outputs, mx.array([5]))
+    parameters = dict(tree_flatten(target.parameters()))
+    head.freeze()
+    nn.quantize(head, group_size=32)
+    assert dict(tree_flatten(target.trainable_parameters())).keys() == parameters.keys()
+    # The target's matrices, which the head still has, are not quantized.
+    assert mx.array_equal(head.logits(outputs, mx.array([5])), logits)
+    assert not mx.array_equal(head(mx.array([1, 2, 3]), hidden, head.make_cache()), outputs)
+
+
 def test_a_head_and_a_target_that_do_not_fit(tmp_path):
     path, target = tmp_path / "head.safetensors", tiny_llama(8)
     save_head(path, target, [4, 2, 6])
@@ -722,6 +747,19 @@ def test_another_thread_for_every_token(name, rule):
             tokens.append(pool.submit(next, stream).result().token)
     stream.close()
     assert tokens == run(target, drafter=drafter(), **options).tokens
+
+
+def test_a_head_that_is_a_module_with_its_arrays_as_attributes():
+    target = hidden_counting_model()
+
+    class Module(TableHead, nn.Module):
+        def __init__(self):
+            nn.Module.__init__(self)
+            TableHead.__init__(self, target, list(range(16)))
+
+    assert "draft_vocab" in Module().parameters()
+    result = run(target, [1, 2], drafter=MTPDrafter(Module(), 3), max_tokens=8)
+    assert result.tokens == list(range(3, 11)) and result.statistics.cycles == 2
 
 
 def test_a_hybrid_of_a_drafter_with_itself():

@@ -578,7 +578,7 @@ class MTPDrafter(Drafter):
         sampling: how drafts are drawn. Default: as the target's, which is best in most cases.
 
     Raises:
-        TypeError: ``head`` is not a ``Head``.
+        TypeError: ``head`` lacks something of a ``Head``.
         ValueError: for a number or a ``draft_vocab`` out of range; before a text begins, for a
             target with hidden states of another size.
     """
@@ -589,7 +589,9 @@ class MTPDrafter(Drafter):
         _check_integer("MTPDrafter", "num_draft_tokens", num_draft_tokens, 1, MAX_DRAFT_TOKENS)
         if sampling is not None:
             check_sampling("MTPDrafter", "sampling", sampling)
-        if not isinstance(head, Head):
+        # Not isinstance: from Python 3.12 on it does not see the arrays of an nn.Module.
+        names = ("hidden_size", "draft_vocab", "make_cache", "logits")
+        if not (callable(head) and all(hasattr(head, name) for name in names)):
             raise TypeError(
                 "[MTPDrafter] head: expected what exactspec.heads.Head asks for, got "
                 f"{type(head).__name__}"

@@ -6,7 +6,7 @@ import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import mlx.core as mx
 from mlx import nn
@@ -30,7 +30,6 @@ _CONFIG = {
 }
 
 
-@runtime_checkable
 class Head(Protocol):
     """What ``exactspec.drafters.MTPDrafter`` asks of a head.
 
@@ -86,8 +85,9 @@ class DraftHead(nn.Module):
         self.projection = nn.Linear(2 * size, size, bias=False)
         self.layers = [llama.TransformerBlock(args) for _ in range(args.num_hidden_layers)]
         self.norm = nn.RMSNorm(size, eps)
-        # A module's names with an underscore are no parameters: these belong to the target.
-        self._embedding = embedding
+        # No child of this module: what is done to all of its layers leaves the target's alone.
+        object.__setattr__(self, "_embedding", embedding)
+        # Names with an underscore are no parameters.
         self._vocab_size = args.vocab_size
         self._draft_vocab = draft_vocab
         self._output = embedding(draft_vocab)
@@ -125,7 +125,8 @@ class DraftHead(nn.Module):
             model: the target, an mlx-lm model whose embedding matrix is its output matrix.
 
         Raises:
-            ValueError: the file is no head, or ``model`` is not its target.
+            ValueError: the file is no head, or ``model`` has an embedding matrix of another shape
+                than the head's target, or an output matrix beside it.
             FileNotFoundError: there is no such file.
         """
         if not Path(path).is_file():
@@ -178,7 +179,8 @@ class MiMoHead(mimo.TransformerBlock):
         self.hidden_layernorm = nn.RMSNorm(size, eps)
         self.input_proj = nn.Linear(2 * size, size, bias=False)
         self.final_layernorm = nn.RMSNorm(size, eps)
-        self._model = model
+        # No child of this module: what is done to all of its layers leaves the target's alone.
+        object.__setattr__(self, "_model", model)
 
     def make_cache(self) -> list[KVCache]:
         return [KVCache()]
@@ -237,7 +239,8 @@ def load_default_head(model: Any) -> DraftHead:
         model: what ``exactspec.models.load_default_model`` returns.
 
     Raises:
-        ValueError: ``model`` is another one.
+        ValueError: ``model`` has an embedding matrix of another shape, or an output matrix
+            beside it.
     """
     return DraftHead.load(DEFAULT_HEAD, model)
 
