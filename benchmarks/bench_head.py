@@ -1,15 +1,16 @@
 """The default model's draft head on prompts that its training never saw.
 
-    python benchmarks/bench_head.py RESULT.json [--parts rules speed split] [--every N]
-        [--rounds N] [--max-tokens N] [--plots FOLDER]
+    python benchmarks/bench_head.py RESULT.json [--parts rules speed split] [--drafters NAME ...]
+        [--every N] [--rounds N] [--max-tokens N] [--head FILE] [--plots FOLDER]
 
 Every measurement is a text: of a prompt, at a temperature, with a drafter and a rule. They are
 added to RESULT.json one prompt after the other, and what is there already is not measured again, so
-a run may be stopped and goes on later; the tables and the plots show what is there. With --parts
-and nothing behind it nothing is measured.
+a run may be stopped and goes on later, with the same head and --max-tokens; the tables and the
+plots show what is there. With --parts and nothing behind it nothing is measured.
 
 rules: mean accepted length of every rule, and the acceptance of each depth.
-speed: tokens per second beside plain decoding. For each prompt the drafters take turns.
+speed: tokens per second of --drafters (default: all) beside plain decoding. With each prompt and
+    round another one comes first. Adaptive ones learn on across texts and temperatures.
 split: the share of drafting, of the target and of verification.
 
 "match" is the rule of mlx-lm's ``speculative_generate_step``: accept while the draft is what the
@@ -25,6 +26,7 @@ from exactspec_openblas import use_openblas
 use_openblas()
 
 import argparse
+import hashlib
 import json
 import shlex
 import statistics
@@ -84,7 +86,8 @@ def make_drafters(head: DraftHead) -> dict[str, Drafter | None]:
     }
 
 
-def cases(parts: list[str], names: list[str], rounds: int) -> Iterator[Case]:
+def cases(parts: list[str], timed: list[str], rounds: int, prompt: int) -> Iterator[Case]:
+    """What to measure of the prompt with that number; ``timed`` are the drafters of speed."""
     for part in parts:
         for temperature in TEMPERATURES:
             for seed in range(1 if part == "split" else rounds):
@@ -93,8 +96,7 @@ def cases(parts: list[str], names: list[str], rounds: int) -> Iterator[Case]:
                         drafter = "match" if rule == "match" else f"head {DEPTH}"
                         yield Case(part, temperature, drafter, rule, seed)
                 elif part == "speed":
-                    timed = [name for name in names if name != "match"]
-                    turn = seed % len(timed)  # who comes first in a round comes last in the next
+                    turn = (prompt + seed) % len(timed)
                     for name in timed[turn:] + timed[:turn]:
                         yield Case(part, temperature, name, "token", seed)
                 else:
@@ -126,33 +128,56 @@ def measure(model, tokenizer, drafters, prompt: str, case: Case, max_tokens: int
         "cycles": done.cycles,
         "seconds": seconds,
         "prompt_seconds": done.prompt_time,
-        "slot_drafted": done.slot_drafted,
+        "slot_reached": done.slot_reached,
         "slot_accepted": done.slot_accepted,
         **({"phases": phases} if case.part == "split" else {}),
         **({"text": text.tokens} if case.temperature == 0 else {}),
     }
 
 
+def open_result(path: Path, max_tokens: int, head: Path) -> dict[str, Any]:
+    """The result in the file, which must be of the same settings, or a new one."""
+    digest = hashlib.sha256(head.read_bytes()).hexdigest()
+    settings = {"max-tokens": max_tokens, "head": f"sha256:{digest}"}
+    if not path.exists():
+        return {"settings": settings, "sessions": [], "runs": []}
+    result = json.loads(path.read_text(encoding="utf-8"))
+    for name, value in settings.items():
+        if (before := result.get("settings", {}).get(name)) != value:
+            raise SystemExit(f"--{name}: expected {before}, as in {path}, got {value}")
+    return result
+
+
+def save_result(path: Path, result: dict[str, Any]) -> None:
+    """Whenever it is stopped, the file is whole."""
+    beside = path.with_name(f"{path.name}.new")
+    beside.write_text(json.dumps(result), encoding="utf-8")
+    beside.replace(path)
+
+
 def run(options) -> dict[str, Any]:
     """Measure what is missing; the result so far is in the file after every prompt."""
-    result = {"runs": []}
-    if options.result.exists():
-        result = json.loads(options.result.read_text(encoding="utf-8"))
-    command = shlex.join(["python", *sys.argv])
-    result.setdefault("sessions", []).append({**about(), "command": command})
     model, tokenizer = load_default_model()
     drafters = make_drafters(DraftHead.load(options.head, model))
+    timed = [name for name in drafters if name != "match"]
+    if options.drafters is not None:
+        for name in options.drafters:
+            if name not in timed:
+                raise SystemExit(f"--drafters: expected some of {timed}, got {name!r}")
+        timed = [name for name in timed if name in (PLAIN, *options.drafters)]
+    result = open_result(options.result, options.max_tokens, options.head)
+    command = shlex.join(["python", *sys.argv])
+    result["sessions"].append({**about(), "command": command})
     prompts = json.loads(HELD_OUT.read_text(encoding="utf-8"))[:: options.every]
-    wanted = list(cases(options.parts, list(drafters), options.rounds))
     known = {(row["prompt"], *(row[name] for name in Case._fields)) for row in result["runs"]}
     warm_up = Case("speed", 0.0, f"head {DEPTH}", "token", 0)
     measure(model, tokenizer, drafters, prompts[0]["prompt"], warm_up, 8)
-    for row in track(prompts, console=Console(stderr=True)):
-        for case in wanted:
+    for number, row in enumerate(track(prompts, console=Console(stderr=True))):
+        for case in cases(options.parts, timed, options.rounds, number):
             if (row["prompt"], *case) not in known:
                 new = measure(model, tokenizer, drafters, row["prompt"], case, options.max_tokens)
                 result["runs"].append({"prompt": row["prompt"], "kind": row["kind"], **new})
-        options.result.write_text(json.dumps(result), encoding="utf-8")
+        save_result(options.result, result)
     return result
 
 
@@ -164,20 +189,13 @@ def grouped(runs: list[dict], *names: str) -> dict[Any, list[dict]]:
 
 
 def depth_acceptance(runs: list[dict]) -> list[float]:
-    """Of the drafts of each depth whose predecessors were accepted, how many were, too.
-
-    A draft is out of reach once one before it was rejected, and was never made where the text's
-    last tokens left no room.
-    """
+    """Of the drafts of each depth whose predecessors were accepted, how many were, too."""
     rates = []
     for depth in range(DEPTH):
-        reached = accepted = 0
-        for row in runs:
-            drafted, kept = row["slot_drafted"][depth:], row["slot_accepted"][depth:]
-            if drafted:
-                before = row["slot_accepted"][depth - 1] if depth else drafted[0]
-                reached += min(before, drafted[0])
-                accepted += kept[0]
+        reached, accepted = (
+            sum(sum(row[name][depth : depth + 1]) for row in runs)
+            for name in ("slot_reached", "slot_accepted")
+        )
         rates.append(accepted / reached if reached else 0.0)
     return rates
 
@@ -224,8 +242,7 @@ def tables(result: dict[str, Any]) -> Iterator[Table]:
         for temperature in TEMPERATURES:
             lengths = []
             for rule in RULES:
-                named = rule if temperature else "token"
-                rows = [r for r in rules if (r["temperature"], r["rule"]) == (temperature, named)]
+                rows = [r for r in rules if (r["temperature"], r["rule"]) == (temperature, rule)]
                 lengths.append(f"{accepted_length(rows):.2f}" if rows else "")
             table.add_row(f"{temperature:g}", *lengths)
         yield table
@@ -302,6 +319,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("result", type=Path, help="JSON, made or gone on with")
     parser.add_argument("--parts", nargs="*", choices=PARTS, default=PARTS, help="default: all")
+    parser.add_argument("--drafters", nargs="+", metavar="NAME", help="those to time")
     parser.add_argument("--every", type=int, default=1, help="every Nth prompt; default: all")
     parser.add_argument("--rounds", type=int, default=1, help="texts of each, with other seeds")
     parser.add_argument("--max-tokens", type=int, default=128)
