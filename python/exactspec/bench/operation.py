@@ -43,6 +43,9 @@ SWEEPS = [
 
 # Inputs take turns, so that no branch is learnt.
 NUM_INPUTS = 4
+# Hot, a peer is called so often in its turn, after calls that are not timed: other peers took the
+# caches and the branch predictor from its code, and a small call needs several to get them back.
+HOT_CALLS, WARM_UP_CALLS, WARM_UP_SECONDS = 3, 12, 5e-3
 # Read between calls to leave nothing of the inputs in a cache.
 EVICTION_BYTES = 1 << 29
 
@@ -67,8 +70,8 @@ class Case(NamedTuple):
         size: B, K, V.
         setting: a key of ``SETTINGS``.
         dtype: of the logits, a key of ``DTYPES``.
-        cold: whether nothing of the call is in a cache, neither its inputs nor its code; else the
-            peer has just been called, on the input before, and the inputs have been read.
+        cold: whether nothing of a call is in a cache, neither its inputs nor its code; else the
+            peer has just been called several times, and the call's input has been read.
         threads: of the CPU; None on a GPU.
         rounds: timed calls of each peer, at most.
     """
@@ -269,18 +272,19 @@ def measure(case: Case, make: Callable[..., dict] = make_peers) -> dict[str, Any
     times: dict[str, list[float]] = {name: [] for name in peers}
     names = list(peers)
     set_cache = _cache_setter(case.cold, inputs)
-    for i in range(case.rounds):
-        turn, number = i % len(names), i % NUM_INPUTS
-        for name in names[turn:] + names[:turn]:
-            if i >= rounds[name]:
+    at_once = 1 if case.cold else HOT_CALLS
+    for turn in range(-(-case.rounds // at_once)):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            if turn * at_once >= rounds[name]:
                 continue
             if not case.cold:
-                # Other peers have taken the caches from the code as well.
-                peers[name].run(prepared[name][number - 1])
-            set_cache(number)
-            start = time.perf_counter()
-            peers[name].run(prepared[name][number])
-            times[name].append(time.perf_counter() - start)
+                _warm_up(peers[name].run, prepared[name])
+            for call in range(at_once):
+                number = (turn * at_once + call) % NUM_INPUTS
+                set_cache(number)
+                start = time.perf_counter()
+                peers[name].run(prepared[name][number])
+                times[name].append(time.perf_counter() - start)
     ours_ms = 1e3 * statistics.median(times[OURS])
     return {
         **case._asdict(),
@@ -288,7 +292,7 @@ def measure(case: Case, make: Callable[..., dict] = make_peers) -> dict[str, Any
         "num_accepted": half,
         "peers": {
             name: {
-                "rounds": rounds[name],
+                "rounds": len(t),
                 "median_ms": (median := 1e3 * statistics.median(t)),
                 "quartiles_ms": [1e3 * q for q in _quartiles(t)],
                 "ratio": median / ours_ms,
@@ -298,6 +302,14 @@ def measure(case: Case, make: Callable[..., dict] = make_peers) -> dict[str, Any
         },
         "absent": {name: peer.reason for name, peer in every.items() if isinstance(peer, Absent)},
     }
+
+
+def _warm_up(run: Callable, inputs: list) -> None:
+    start = time.perf_counter()
+    for call in range(WARM_UP_CALLS):
+        run(inputs[call % NUM_INPUTS])
+        if time.perf_counter() - start > WARM_UP_SECONDS:
+            break
 
 
 def _what_was_verified(peer: Peer) -> str:
