@@ -2,7 +2,9 @@
 
 #include <atomic>
 #include <bit>
+#include <mutex>
 #include <numeric>
+#include <optional>
 
 #include "threads.h"
 
@@ -11,9 +13,9 @@ namespace exactspec {
 namespace {
 
 constexpr float kInf = std::numeric_limits<float>::infinity();
-// A block takes a third of a microsecond or more, waking a thread several.
+// A block takes a third of a microsecond or more, waking a thread several, and in a virtual machine 50.
 constexpr int kBlocksPerTask = 8;
-constexpr int kFewBlocks = 24; // not worth another thread
+constexpr int kFewBlocks = 96; // not worth another thread
 constexpr int kPiece = 256; // ids of a block whose maximum a search for many of the largest needs
 
 // Unsigned keys in the order "logit descending, then id ascending" are themselves descending.
@@ -482,15 +484,49 @@ RowSummary summarise(const Row& row, const RowSampling& sampling) {
   return summary_of(row, sampling, sums);
 }
 
-std::pair<RowSummary, RowSummary> summarise(
-    const Row& row, const RowSampling& sampling, const Row& other, const RowSampling& other_sampling) {
-  BlockSums sums(row, sampling);
-  BlockSums other_sums(other, other_sampling);
-  int num_blocks = row.num_blocks();
-  for_each_block(num_blocks + other.num_blocks(), [&](int block) {
-    block < num_blocks ? sums.read(block) : other_sums.read(block - num_blocks);
+void summarise_pairs(
+    int n,
+    const std::function<std::pair<Row, Row>(int)>& rows,
+    const RowSampling& sampling,
+    const RowSampling& other_sampling,
+    const std::function<bool(int, RowSummary, RowSummary)>& done) {
+  struct Pair {
+    std::once_flag begun;
+    std::optional<std::pair<Row, Row>> rows;
+    std::optional<BlockSums> sums, other_sums;
+    std::atomic<int> blocks_left{0};
+  };
+  if (n == 0) {
+    return;
+  }
+  std::vector<Pair> pairs(n);
+  auto [first, other] = rows(0);
+  int num_blocks = first.num_blocks();
+  int blocks_of_pair = num_blocks + other.num_blocks();
+  std::atomic<int> last{n - 1};
+  for_each_block(n * blocks_of_pair, [&](int block) {
+    int i = block / blocks_of_pair;
+    block %= blocks_of_pair;
+    if (i > last) {
+      return;
+    }
+    Pair& pair = pairs[i];
+    std::call_once(pair.begun, [&] {
+      pair.rows = rows(i);
+      pair.sums.emplace(pair.rows->first, sampling);
+      pair.other_sums.emplace(pair.rows->second, other_sampling);
+      pair.blocks_left = blocks_of_pair;
+    });
+    block < num_blocks ? pair.sums->read(block) : pair.other_sums->read(block - num_blocks);
+    if (--pair.blocks_left == 0 &&
+        done(
+            i,
+            summary_of(pair.rows->first, sampling, *pair.sums),
+            summary_of(pair.rows->second, other_sampling, *pair.other_sums))) {
+      for (int before = last; i < before && !last.compare_exchange_weak(before, i);) {
+      }
+    }
   });
-  return {summary_of(row, sampling, sums), summary_of(other, other_sampling, other_sums)};
 }
 
 std::vector<double> block_masses(

@@ -113,9 +113,15 @@ struct RowSummary {
 // One pass over the row. With filters the blocks that may hold the last kept ids are read again.
 RowSummary summarise(const Row& row, const RowSampling& sampling);
 
-// Of two rows, read together.
-std::pair<RowSummary, RowSummary> summarise(
-    const Row& row, const RowSampling& sampling, const Row& other, const RowSampling& other_sampling);
+// Of n pairs of rows, in order, with threads woken once for all. done(i, ...) is called once for a pair,
+// by any thread; where it returns true, later pairs are needless, though some may be read. Pairs are alike
+// in their sizes.
+void summarise_pairs(
+    int n,
+    const std::function<std::pair<Row, Row>(int)>& rows,
+    const RowSampling& sampling,
+    const RowSampling& other_sampling,
+    const std::function<bool(int, RowSummary, RowSummary)>& done);
 
 // Weights summed per DRAW_BLOCK, where they are not known. `block_max` of the summary, if known, tells
 // which blocks need not be read.

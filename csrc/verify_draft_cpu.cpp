@@ -91,16 +91,27 @@ class Sequence {
     return *drafts_[slot];
   }
 
-  // Both rows of a slot at once, where both are needed: threads are woken once for them.
+  // Both rows of a slot, where both are needed, and of the slots after it up to the first rejection:
+  // threads are woken once for them.
   void read_rows(int slot) {
     bool reads_draft = job_.options.draft == DraftKind::Dense && !job_.options.has_draft_stats &&
         rule().kind != Rule::Coupled && rule().kind != Rule::Typical && !sampling_.greedy();
-    if (reads_draft && !targets_[slot] && !drafts_[slot] && can_produce(slot)) {
-      Row row = make_row(job_.draft.rows, b_, slot);
-      auto [target, draft] = summarise(target_row(slot), sampling_, row, draft_sampling_);
-      targets_[slot] = std::move(target);
-      drafts_[slot] = std::make_unique<DraftRow>(job_.draft, row, std::move(draft));
+    int end = slot;
+    while (reads_draft && end < length_ && !targets_[end] && !drafts_[end] && can_produce(end)) {
+      ++end;
     }
+    auto rows = [&](int i) {
+      return std::pair(target_row(slot + i), make_row(job_.draft.rows, b_, slot + i));
+    };
+    auto done = [&](int i, RowSummary target, RowSummary draft) {
+      i += slot;
+      targets_[i] = std::move(target);
+      drafts_[i] = std::make_unique<DraftRow>(
+          job_.draft, make_row(job_.draft.rows, b_, i), std::move(draft));
+      bool finite = targets_[i]->finite && drafts_[i]->finite();
+      return !finite || (rule().kind != Rule::Block && !accepts(i));
+    };
+    summarise_pairs(end - slot, rows, sampling_, draft_sampling_, done);
   }
 
   float target_prob(int slot) {
@@ -164,10 +175,7 @@ class Sequence {
         if (!read_draft(i)) {
           return PLACEHOLDER_TOKEN;
         }
-        bool defers = rule().kind != Rule::Cascade || defers_to_target(i);
-        // Strictly less: a token the target cannot produce stays out also when the coin is 0.
-        double threshold = defers ? job_.noise.coin(b_, i) * double{draft(i).prob(id)} : 0.0;
-        if (!(threshold < target_prob(i))) {
+        if (!accepts(i)) {
           return draw_residual(i, 1.0);
         }
       }
@@ -178,6 +186,14 @@ class Sequence {
       return PLACEHOLDER_TOKEN;
     }
     return draw_target(length_);
+  }
+
+  // The ratio test of a slot whose rows are good.
+  bool accepts(int i) {
+    bool defers = rule().kind != Rule::Cascade || defers_to_target(i);
+    // Strictly less: a token the target cannot produce stays out also when the coin is 0.
+    double threshold = defers ? job_.noise.coin(b_, i) * double{draft(i).prob(token(i))} : 0.0;
+    return threshold < target_prob(i);
   }
 
   // False, with the status set, where the slot's draft row is bad.

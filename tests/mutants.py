@@ -51,15 +51,15 @@ MUTANTS = [
     Mutant(
         "accept at equality",
         VERIFY,
-        "if (!(threshold < target_prob(i))) {",
-        "if (!(threshold <= target_prob(i))) {",
+        "return threshold < target_prob(i);",
+        "return threshold <= target_prob(i);",
         (case("impossible-draft-at-u-zero"), case("impossible-draft-one-hot")),
     ),
     Mutant(
         "accept by the draft's probability",
         VERIFY,
-        "if (!(threshold < target_prob(i))) {",
-        "if (!(job_.noise.coin(b_, i) < draft(i).prob(id))) {",
+        "return threshold < target_prob(i);",
+        "return job_.noise.coin(b_, i) < draft(i).prob(token(i));",
         (case("seed-acceptance-rule-reject"), stratified("dense")),
     ),
     Mutant(

@@ -155,7 +155,7 @@ SAMPLINGS = (
 )
 
 
-def runs(B: int = 6, K: int = 2, V: int = 70000):
+def runs(B: int = 4, K: int = 3, V: int = 200_000):
     """Results of all rules and filters, on rows that several threads share."""
     target, noise = (3 * mx.random.normal((B, n, V), key=mx.random.key(n)) for n in (K + 1, K))
     draft = target[:, :K] + 0.2 * noise
@@ -194,7 +194,7 @@ def print_results() -> None:
 
 
 def print_logprobs() -> None:
-    results = [result for given, _, result in runs(B=24) if given is not None]
+    results = [result for given, _, result in runs(B=24, V=20_000) if given is not None]
     for name in ("tokens", "logprobs"):
         for result in results:
             print(*np.array(getattr(result, name)).ravel().astype(float))

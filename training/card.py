@@ -39,7 +39,7 @@ the number of drafts.
 * Made {date} with Python {python}, torch {torch}, mlx {mlx}.
   Logits of the target in torch and in MLX differ by at most {logits_difference:.1e}.
 
-Losses on the training batches, step 1 and, from the middle on, step 2. Mass is what the draft
+Losses on the training batches, step 1 and, later on, step 2. Mass is what the draft
 vocabulary holds of the target's distribution.
 
 {log}

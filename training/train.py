@@ -28,7 +28,7 @@ BATCH = 1024
 MATRIX_RATE, NORM_RATE = 0.02, 1.2e-3
 WARM_UP = 0.03
 # Parts of the training after which the second step and the total variation come in.
-SECOND_STEP_FROM, TV_FROM, TV_WEIGHT = 0.5, 0.7, 2.0
+SECOND_STEP_FROM, TV_FROM, TV_WEIGHT = 0.6, 0.7, 2.0
 LOG_UPDATES, CHECKPOINT_UPDATES = 100, 200
 
 
