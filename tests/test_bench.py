@@ -268,6 +268,8 @@ def test_interrupted_results_are_shown(folder, monkeypatch):
         (["--num-draft-tokens", "0"], "--num-draft-tokens: expected at least 1, got 0"),
         (["--acceptance", "x.json"], "--acceptance: expected --plots with it, got none"),
         (["loop", "--model", "./none"], "none"),
+        (["loop", "--size", "1,2,64"], "--size: expected with the operation only, got it without"),
+        (["operation", "--model", "x"], "--model: expected with the loop only, got it without"),
     ],
 )
 def test_errors_name_the_option(arguments, message):

@@ -219,7 +219,8 @@ def bench(
         typer.Option(help="B,K,V: sequences, draft tokens, vocabulary. May be repeated."),
     ] = None,
     setting: Annotated[
-        list[str] | None, typer.Option(help="Sampling and draft. May be repeated. Default: all.")
+        list[str] | None,
+        typer.Option(help="Such as 'top_k and top_p'. May be repeated. Default: all four."),
     ] = None,
     dtype: Annotated[
         list[str] | None,
@@ -254,7 +255,7 @@ def bench(
 ) -> None:
     """Time the operation and the decode loop beside other ways to do the same.
 
-    Every peer is verified before it is timed. Install exactspec[bench] for all peers and the plots.
+    Every peer is verified before it is timed; exactspec\\[bench] installs them, and the plots.
     Ctrl-C ends the measuring; what was measured so far is shown, and the exit status is 130.
     """
     from .bench.plan import Options, Wrong, run

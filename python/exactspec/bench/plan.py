@@ -16,6 +16,11 @@ __all__ = ["Options", "Wrong", "run"]
 
 QUICK_SIZES = [(1, 4, 49152)]
 QUICK_SETTINGS = [PLOTTED_SETTING, "top_k and top_p"]
+# Options, by the level that they belong to.
+LEVELS = {
+    "operation": {"sizes": "size", "settings": "setting", "dtypes": "dtype", "threads": "threads"},
+    "loop": {"model": "model", "draft_model": "draft-model", "max_tokens": "max-tokens"},
+}
 
 
 class Options(NamedTuple):
@@ -47,6 +52,10 @@ def run(options: Options, console: Console) -> dict[str, Any]:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')}: expected at least 1, got {value}")
+    for level, names in LEVELS.items():
+        for name, option in names.items():
+            if not getattr(options, level) and getattr(options, name) is not None:
+                raise ValueError(f"--{option}: expected with the {level} only, got it without")
     cases = plan(options) if options.operation else []
     result = about()
     if options.loop:

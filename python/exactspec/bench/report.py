@@ -55,7 +55,7 @@ def _cpu_name() -> str:
 
 def tables(result: dict[str, Any]) -> Iterator[Table | str]:
     """What to print of a result."""
-    if "operation" in result:
+    if "operation" in result and result["operation"]["results"]:
         yield _operation_table(result["operation"]["results"])
         yield from _absent(result["operation"]["results"])
         for limit in result["operation"]["limits"]:
@@ -76,7 +76,14 @@ def tables(result: dict[str, Any]) -> Iterator[Table | str]:
 
 
 def _operation_table(rows: list[dict[str, Any]]) -> Table:
-    table = Table("B, K, V", "setting", "logits", "threads", "peer", title="verify_draft")
+    table = Table(
+        "B, K, V",
+        "setting",
+        "logits",
+        "threads",
+        "peer",
+        title="verify_draft; ratio: how often its time",
+    )
     for column in ("ms", "quartiles", "ratio", "of the limit"):
         table.add_column(column, justify="right")
     table.add_column("verified")
