@@ -78,6 +78,7 @@ def make_drafters(head: DraftHead) -> dict[str, Drafter | None]:
         PLAIN: None,
         **fixed,
         "head, adaptive": Adaptive(MTPDrafter(head, DEPTH)),
+        "lookup, head 1": Hybrid(PromptLookup(4, min_ngram=3), MTPDrafter(head, 1)),
         "lookup, head 2": Hybrid(PromptLookup(4, min_ngram=3), MTPDrafter(head, 2)),
         "lookup, head, adaptive": Hybrid(
             PromptLookup(4, min_ngram=3), Adaptive(MTPDrafter(head, DEPTH))
