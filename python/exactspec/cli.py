@@ -102,7 +102,7 @@ def generate(
         int | None,
         typer.Option(
             help="Tokens drafted per cycle, at most. Default: 4, or 8 with --adaptive; of the head "
-            "2, or 4 with --adaptive."
+            "1, or 4 with --adaptive."
         ),
     ] = None,
     num_branches: Annotated[
@@ -420,7 +420,7 @@ def _plan_drafter(
     if name is DrafterName.head:
         from .heads import load_default_head
 
-        defaults = (4, 4 if adaptive else 2)
+        defaults = (4, 4 if adaptive else 1)
         lookups, drafts = defaults if num_draft_tokens is None else (num_draft_tokens,) * 2
         # After a match of two tokens the head is right more often.
         lookup = PromptLookup(lookups, num_branches=branches, min_ngram=3)

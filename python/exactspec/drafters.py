@@ -585,7 +585,7 @@ class MTPDrafter(Drafter):
 
     needs_hidden_states = True
 
-    def __init__(self, head: Head, num_draft_tokens: int = 2, *, sampling: Sampling | None = None):
+    def __init__(self, head: Head, num_draft_tokens: int = 1, *, sampling: Sampling | None = None):
         _check_integer("MTPDrafter", "num_draft_tokens", num_draft_tokens, 1, MAX_DRAFT_TOKENS)
         if sampling is not None:
             check_sampling("MTPDrafter", "sampling", sampling)
