@@ -305,7 +305,8 @@ def plot(result: dict[str, Any], folder: Path) -> None:
             if adaptive:
                 style = {"linestyle": ":", "color": f"C{index}"}
                 axis.axhline(adaptive["tokens_per_second"], **style)
-        axis.plot([], [], linestyle=":", color="grey", label="adaptive")
+        if any(drafter == "head, adaptive" for _, drafter in by_drafter):
+            axis.plot([], [], linestyle=":", color="grey", label="adaptive")
         axis.set(xlabel="drafts per cycle (0: plain decoding)", ylabel="tokens per second")
         axis.set_ylim(0)
         axis.set_xticks(range(DEPTH + 1))
