@@ -79,7 +79,6 @@ def make_drafters(head: DraftHead) -> dict[str, Drafter | None]:
         **fixed,
         "head, adaptive": Adaptive(MTPDrafter(head, DEPTH)),
         "lookup, head 1": Hybrid(PromptLookup(4, min_ngram=3), MTPDrafter(head, 1)),
-        "lookup, head 2": Hybrid(PromptLookup(4, min_ngram=3), MTPDrafter(head, 2)),
         "lookup, head, adaptive": Hybrid(
             PromptLookup(4, min_ngram=3), Adaptive(MTPDrafter(head, DEPTH))
         ),
@@ -101,7 +100,7 @@ def cases(parts: list[str], timed: list[str], rounds: int, prompt: int) -> Itera
                     for name in timed[turn:] + timed[:turn]:
                         yield Case(part, temperature, name, "token", seed)
                 else:
-                    for name in (PLAIN, "head 2", "lookup, head 2"):
+                    for name in (PLAIN, "head 2", "lookup, head 1"):
                         yield Case(part, temperature, name, "token", seed)
 
 
