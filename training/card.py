@@ -65,8 +65,6 @@ def write_card(weights: Path) -> None:
         parameters=sum(sizes),
         vocab=vocab,
         temperatures="temperatures " + ", ".join(about["acceptance"]),
-        max_length=about["made"]["max_length"],
-        stride=about["made"]["stride"],
         acceptance=_acceptance_table(about["acceptance"]),
         texts=data["texts"],
         tokens=data["tokens"],
@@ -79,7 +77,7 @@ def write_card(weights: Path) -> None:
         seed=training["seed"],
         log=_log_table(training["log"]),
         tried=TRIED.read_text(),
-        **{n: value for n, value in about["made"].items() if n not in ("max_length", "stride")},
+        **about["made"],
     )
     weights.with_suffix(".md").write_text(card)
 

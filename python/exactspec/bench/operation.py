@@ -73,7 +73,7 @@ class Case(NamedTuple):
         cold: whether nothing of a call is in a cache, neither its inputs nor its code; else the
             peer has just been called several times, and the call's input has been read.
         threads: of the CPU; None on a GPU.
-        rounds: timed calls of each peer, at most.
+        rounds: timed calls of each peer, at most; hot ones in whole turns of ``HOT_CALLS``.
     """
 
     size: tuple[int, int, int]
