@@ -313,8 +313,8 @@ double block_residual_of_logits(
   if (!target.by_index && !draft.by_index) {
     return residual<false>(x, n, target, scale_x, [&](int i, int count) __attribute__((always_inline)) {
       __builtin_prefetch(x + i + kAhead);
-    __builtin_prefetch(y + i + kAhead);
-    return draft.at<false>(load(y + i, count), i) * scale_y;
+      __builtin_prefetch(y + i + kAhead);
+      return draft.at<false>(load(y + i, count), i) * scale_y;
     }, out);
   }
   return residual<true>(x, n, target, scale_x, [&](int i, int count) __attribute__((always_inline)) {

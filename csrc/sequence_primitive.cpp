@@ -8,8 +8,10 @@
 
 namespace exactspec {
 
-mx::array absent() {
-  return mx::array(0.0f);
+const mx::array& absent() {
+  // One for all: arrays are allocated. Never destroyed: MLX's allocator may be gone at exit.
+  static const auto* array = new mx::array(0.0f);
+  return *array;
 }
 
 std::vector<mx::array> SequencePrimitive::build(

@@ -16,7 +16,7 @@ namespace mx = mlx::core;
 constexpr int kShared = -1;
 
 // Stands for an optional input that was not given.
-mx::array absent();
+const mx::array& absent();
 
 class SequencePrimitive : public mx::Primitive {
  public:

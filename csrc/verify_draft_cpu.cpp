@@ -100,16 +100,14 @@ class Sequence {
     while (reads_draft && end < length_ && !targets_[end] && !drafts_[end] && can_produce(end)) {
       ++end;
     }
-    auto rows = [&](int i) {
-      return std::pair(target_row(slot + i), make_row(job_.draft.rows, b_, slot + i));
-    };
+    auto draft_row = [&](int i) { return make_row(job_.draft.rows, b_, slot + i); };
+    auto rows = [&](int i) { return std::pair(target_row(slot + i), draft_row(i)); };
     auto done = [&](int i, RowSummary target, RowSummary draft) {
-      i += slot;
-      targets_[i] = std::move(target);
-      drafts_[i] = std::make_unique<DraftRow>(
-          job_.draft, make_row(job_.draft.rows, b_, i), std::move(draft));
-      bool finite = targets_[i]->finite && drafts_[i]->finite();
-      return !finite || (rule().kind != Rule::Block && !accepts(i));
+      int at = slot + i;
+      targets_[at] = std::move(target);
+      drafts_[at] = std::make_unique<DraftRow>(job_.draft, draft_row(i), std::move(draft));
+      bool finite = targets_[at]->finite && drafts_[at]->finite();
+      return !finite || (rule().kind != Rule::Block && !accepts(at));
     };
     summarise_pairs(end - slot, rows, sampling_, draft_sampling_, done);
   }
