@@ -241,7 +241,7 @@ def test_draft_head(folders, tmp_path, monkeypatch):
     text = expected(folders["target"], max_tokens=20).tokens
     for options, name, most in (
         ([], "prompt lookup, else draft head", 4),
-        (["--num-branches", 2], "prompt lookup, else draft head", 4),
+        (["--num-branches", 2], "prompt lookup of 2 branches, else draft head", 4),
         (["--adaptive"], "prompt lookup, else draft head, adaptive", 4),
         (["--num-draft-tokens", 1], "prompt lookup, else draft head", 1),
     ):

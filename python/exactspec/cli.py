@@ -417,6 +417,7 @@ def _plan_drafter(
     if widths is not None and num_draft_tokens is not None:
         raise ValueError("--widths: expected no --num-draft-tokens with it, got both")
     branches = 1 if num_branches is None else num_branches
+    lookup_name = "prompt lookup" + f" of {branches} branches" * (branches > 1)
     if name is DrafterName.head:
         from .heads import load_default_head
 
@@ -429,11 +430,11 @@ def _plan_drafter(
             drafter = MTPDrafter(load_default_head(target), drafts)
             return Hybrid(lookup, Adaptive(drafter) if adaptive else drafter)
 
-        return make, "prompt lookup, else draft head" + ", adaptive" * adaptive
+        return make, f"{lookup_name}, else draft head" + ", adaptive" * adaptive
     if num_draft_tokens is None:
         num_draft_tokens = 8 if adaptive else 4
     if draft_model is None:
-        drafter_name = "prompt lookup"
+        drafter_name = lookup_name
         drafter = PromptLookup(num_draft_tokens, num_branches=branches)
     else:
         model, tokenizer, drafter_name = _load(draft_model)
