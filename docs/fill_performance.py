@@ -83,20 +83,25 @@ def cycle(result: dict[str, Any]) -> str:
     return table(["drafter", *(f"{p}, ms" for p in phases), "outside the forwards"], lines)
 
 
-def goals(result: dict[str, Any]) -> str:
+def goals(lines: list[tuple[str, str, str, bool]]) -> str:
+    rows = [[*texts, "yes" if reached else "**no**"] for *texts, reached in lines]
+    return table(["what", "goal", "measured", "reached"], rows)
+
+
+def operation_goals(result: dict[str, Any]) -> str:
     lines = []
 
     def add(what: str, goal: str, shown: str, reached: bool) -> None:
-        lines.append([what, goal, shown, "yes" if reached else "**no**"])
+        lines.append((what, goal, shown, reached))
 
     def find(setting: str, threads: int) -> dict[str, Any] | None:
-        for row in result.get("operation", {}).get("results", ()):
+        for row in result["operation"]["results"]:
             same = row["size"] == GOAL_SIZE and row["setting"] == setting
             if same and row["threads"] == threads and row["dtype"] == "float32" and not row["cold"]:
                 return row
         return None
 
-    for limit in result.get("operation", {}).get("limits", ()):
+    for limit in result["operation"]["limits"]:
         threads = limit["threads"]
         plain, filtered = find("temperature", threads), find("top_k and top_p", threads)
         where = f"{threads} thread(s)"
@@ -124,11 +129,17 @@ def goals(result: dict[str, Any]) -> str:
                 ratio = filtered["peers"]["MTPLX's host rule"]["ratio"]
                 what = f"top_k 20 + top_p 0.95, {where}, against MTPLX's host rule"
                 add(what, ">= 50x", f"{ratio:.1f}x", ratio >= 50)
-    for row in result.get("loop", {}).get("cycle", ()):
-        share = row["outside_forwards"]
-        what = f"decode loop, {row['drafter']}, outside the forwards"
-        add(what, "<= 3 % of a cycle", f"{share:.1%}", share <= 0.03)
-    return table(["what", "goal", "measured", "reached"], lines)
+    return goals(lines)
+
+
+def loop_goals(result: dict[str, Any]) -> str:
+    shares = [(row["drafter"], row["outside_forwards"]) for row in result["loop"]["cycle"]]
+    return goals(
+        [
+            (f"{drafter}, outside the forwards", "<= 3 % of a cycle", f"{share:.1%}", share <= 0.03)
+            for drafter, share in shares
+        ]
+    )
 
 
 def machine(result: dict[str, Any]) -> str:
@@ -144,12 +155,13 @@ def machine(result: dict[str, Any]) -> str:
 def main(*paths: str) -> None:
     results = [json.loads(Path(path).read_text(encoding="utf-8")) for path in paths]
     page = PAGE.read_text(encoding="utf-8")
-    sections = {"goals": goals({name: x for result in results for name, x in result.items()})}
+    sections = {}
+    levels = {"operation": (operation, operation_goals), "loop": (loop, cycle, loop_goals)}
     for result in results:
-        for level, tables in (("operation", (operation,)), ("loop", (loop, cycle))):
+        for level, tables in levels.items():
             if level in result:
                 sections[f"{level} machine"] = machine(result)
-                sections |= {make.__name__: make(result) for make in tables}
+                sections |= {make.__name__.replace("_", " "): make(result) for make in tables}
     for name, text in sections.items():
         pattern = rf"(<!-- {name} -->\n).*?\n?(<!-- end -->)"
         page, count = re.subn(pattern, lambda m: f"{m[1]}{text}\n{m[2]}", page, flags=re.DOTALL)
