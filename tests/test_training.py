@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
 import torch.distributed as dist  # noqa: E402
 import train  # noqa: E402
 from evaluation import target_after_chains  # noqa: E402
-from head import CHUNK, DraftLoss, Head  # noqa: E402
+from head import CHUNK, DraftLoss, Head, save_head, start_from  # noqa: E402
 from sampling import Text, draw, save_shard  # noqa: E402
 from target import Target  # noqa: E402
 
@@ -132,14 +132,15 @@ def test_stopped_training_goes_on_where_it_was(tmp_path, monkeypatch):
     class Stopped(Exception):
         pass
 
-    def run(checkpoint, stop_after=None, tokens=700):
+    def run(checkpoint, stop_after=None, tokens=700, vocab=None, before=()):
         def export(state):
             if stop_after is not None and state.updates >= stop_after:
                 raise Stopped
 
         torch.manual_seed(1)
         head = Head(ARGS, torch.ones(24))
-        return head, train.train(head, target, texts, 2, tokens, 1, checkpoint, None, export)
+        args = (head, target, texts, 2, tokens, 1, checkpoint, None, export, vocab, before)
+        return head, train.train(*args)
 
     try:
         straight, state = run(tmp_path / "straight.pt")
@@ -154,5 +155,33 @@ def test_stopped_training_goes_on_where_it_was(tmp_path, monkeypatch):
             torch.testing.assert_close(got, wanted, rtol=0, atol=0)
         with pytest.raises(ValueError, match=r"checkpoint: expected one of .* got .*stopped\.pt"):
             run(tmp_path / "stopped.pt", tokens=701)
+        # Trained weights keep their vocabulary, and go on at a lower rate.
+        vocab, before = torch.arange(50), [{"data": {}, "training": {"tokens": 9}}]
+        continued, state = run(tmp_path / "continued.pt", vocab=vocab, before=before)
+        assert torch.equal(state.vocab, vocab) and state.before == before
+        saved = torch.load(tmp_path / "continued.pt", weights_only=True)
+        rates = [maker["param_groups"][0]["initial_lr"] for maker in saved["optimizers"]]
+        assert rates == [0.5 * train.MATRIX_RATE, 0.5 * train.NORM_RATE]
+        with pytest.raises(ValueError, match="after 0 before, got .* after 9 before"):
+            run(tmp_path / "continued.pt", vocab=vocab)
     finally:
         dist.destroy_process_group()
+
+
+def test_training_starts_from_a_saved_head(tmp_path, monkeypatch):
+    torch.manual_seed(7)
+    saved, path = Head(ARGS, torch.ones(24)), tmp_path / "head.safetensors"
+    vocab, target = torch.tensor([3, 5, 8]), SimpleNamespace(args=SimpleNamespace(**vars(ARGS)))
+    target.args.vocab_size = 300
+    stages = [{"data": {"tokens": n}, "training": {"tokens": 2 * n}} for n in (10, 20)]
+    about = stages[1]["training"] | {"log": [{"trained": 1}]}
+    about = {"data": stages[1]["data"], "training": about, "before": stages[:1]}
+    save_head(path, saved, vocab, target, about)
+    head = Head(ARGS, torch.zeros(24))
+    got_vocab, before = start_from(path, head)
+    assert torch.equal(got_vocab, vocab) and before == stages
+    for wanted, got in zip(saved.parameters(), head.parameters()):
+        assert torch.equal(got, wanted.half().float())
+    monkeypatch.setattr("head.target_name", lambda: "another model")
+    with pytest.raises(ValueError, match="path: expected a head of another model, got one of Smol"):
+        start_from(path, head)

@@ -32,7 +32,7 @@ the number of drafts.
 
 ## Data and training
 
-* {texts:,} texts of {tokens:,} tokens, {answer_tokens:,} of them in answers;
+{before}* {texts:,} texts of {tokens:,} tokens, {answer_tokens:,} of them in answers;
   {by_temperature}.
 * {trained:,} tokens trained on, epoch {epochs} begun; {updates:,} updates, {minutes:.0f} minutes.
   Seed {seed}.
@@ -70,6 +70,7 @@ def write_card(weights: Path) -> None:
         tokens=data["tokens"],
         answer_tokens=data["answer_tokens"],
         by_temperature=", ".join(f"{n:,} at temperature {t}" for t, n in by_temperature),
+        before="".join(_stage(stage) for stage in about.get("before", [])),
         trained=training["tokens"],
         epochs=training["epochs_begun"],
         updates=training["updates"],
@@ -91,6 +92,15 @@ def _acceptance_table(acceptance: dict[str, dict[str, list]]) -> str:
         for kind in kinds
     ]
     return _table(["temperature", "prompts", *(f"depth {i + 1}" for i in range(depth))], rows)
+
+
+def _stage(stage: dict) -> str:
+    data, training = stage["data"], stage["training"]
+    return (
+        f"* Begun from a head that was trained on {training['tokens']:,} tokens, with "
+        f"{data['texts']:,} texts of {data['tokens']:,} tokens sampled by seed {training['seed']}; "
+        f"{training['updates']:,} updates, {training['seconds'] / 60:.0f} minutes.\n"
+    )
 
 
 def _log_table(log: list[dict]) -> str:

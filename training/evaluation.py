@@ -18,9 +18,11 @@ DEPTH = 4
 MAX_LENGTH = 320
 # Of a text's positions, every one so many starts a draft.
 STRIDE = 8
+# Not the training's: heads of different seeds are measured on the same texts.
+SEED = 1
 
 
-def load_held_out_texts(path: Path, target: Target, seed: int) -> list[tuple[str, Text]]:
+def load_held_out_texts(path: Path, target: Target) -> list[tuple[str, Text]]:
     """The target's answers at each temperature, each with the kind of its prompt.
 
     They are sampled once and kept in ``path``, a shard.
@@ -30,7 +32,7 @@ def load_held_out_texts(path: Path, target: Target, seed: int) -> list[tuple[str
     wanted = [(row, temperature) for row in prompts for temperature in TEMPERATURES]
     if not path.exists():
         requests = [Request(template.ids(row["prompt"]), t) for row, t in wanted]
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(SEED)
         num_slots = len(requests)
         save_shard(
             path,
@@ -122,7 +124,7 @@ def target_after_chains(target: Target, ids: Tensor, last: Tensor, chains: Tenso
     return torch.cat((first, hidden[length:].view(count, depth, -1)[:, :-1]), 1)
 
 
-def _start(weights: dict[str, Tensor], vocab: Tensor, seed: int) -> None:
+def _start(weights: dict[str, Tensor], vocab: Tensor) -> None:
     global _acceptance_of
     # Threads of one process would wait for each other after every operation.
     torch.set_num_threads(1)
@@ -131,7 +133,7 @@ def _start(weights: dict[str, Tensor], vocab: Tensor, seed: int) -> None:
     head.load_state_dict(weights)
 
     def _acceptance_of(text: Text, number: int) -> Tensor:
-        generator = torch.Generator().manual_seed(seed + number)
+        generator = torch.Generator().manual_seed(SEED + number)
         return torch.stack(acceptance(head, target, vocab, text, generator))
 
 
@@ -144,7 +146,6 @@ def evaluate(
     head: Head,
     vocab: Tensor,
     texts: list[tuple[str, Text]],
-    seed: int,
     workers: int,
     progress: Progress,
 ) -> dict[str, dict[str, list[tuple[float, float]]]]:
@@ -158,7 +159,7 @@ def evaluate(
     ]
     sums: dict[str, dict[str, Tensor]] = {}
     context = torch.multiprocessing.get_context("spawn")
-    with context.Pool(workers, _start, (head.state_dict(), vocab, seed)) as pool:
+    with context.Pool(workers, _start, (head.state_dict(), vocab)) as pool:
         measured = pool.imap(_measure, jobs)
         for kind, temperature, counts in progress.track(
             measured, total=len(jobs), description="evaluate"

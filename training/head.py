@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from target import Target, rope_tables, rotate
 from torch import Tensor, nn
 
@@ -200,6 +201,31 @@ def save_head(path: Path, head: Head, draft_vocab: Tensor, target: Target, about
     tensors["draft_vocab"] = draft_vocab.int()
     metadata = {name: json.dumps(value) for name, value in ({"config": config} | about).items()}
     save_file(tensors, path, metadata=metadata | {"target": target_name()})
+
+
+def start_from(path: Path, head: Head) -> tuple[Tensor, list[dict]]:
+    """Give ``head`` the weights of the file at ``path``; its draft vocabulary, and how it was made.
+
+    Stages come in order, each with its ``data`` and ``training`` but for the log.
+
+    Raises:
+        ValueError: the file is of another target.
+    """
+    tensors = load_file(path)
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    if metadata["target"] != target_name():
+        raise ValueError(
+            f"[start_from] path: expected a head of {target_name()}, got one of "
+            f"{metadata['target']} in {path}"
+        )
+    data, training, before = (
+        json.loads(metadata.get(name, "[]")) for name in ("data", "training", "before")
+    )
+    del training["log"]
+    vocab = tensors.pop("draft_vocab").long()
+    head.load_state_dict(tensors)
+    return vocab, [*before, {"data": data, "training": training}]
 
 
 def target_name() -> str:

@@ -6,13 +6,13 @@ import math
 import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from head import DraftLoss, Head, save_head
+from head import DraftLoss, Head, save_head, start_from
 from rich.progress import Progress
 from safetensors.torch import load_file
 from sampling import ChatTemplate, shard_paths
@@ -27,6 +27,8 @@ BATCH = 1024
 # Of matrices, by Muon, and of norms, by AdamW.
 MATRIX_RATE, NORM_RATE = 0.02, 1.2e-3
 WARM_UP = 0.03
+# Of both, when training goes on from trained weights.
+CONTINUED_RATE = 0.5
 # Parts of the training after which the second step and the total variation come in.
 SECOND_STEP_FROM, TV_FROM, TV_WEIGHT = 0.6, 0.7, 2.0
 LOG_UPDATES, CHECKPOINT_UPDATES = 100, 200
@@ -100,10 +102,12 @@ class Texts:
 
 @dataclass
 class State:
-    """What a checkpoint holds besides the weights; it is of one folder and one schedule."""
+    """What a checkpoint holds besides the weights; it is of one folder, schedule and beginning."""
 
     data_tokens: int
     wanted: int
+    # Data and training of the stages whose weights this one began with.
+    before: list[dict] = field(default_factory=list)
     vocab: Tensor | None = None
     trained: int = 0
     seconds: float = 0.0
@@ -112,14 +116,22 @@ class State:
     batch: int = 0
     log: list[dict] = field(default_factory=list)
 
+    def about(self) -> str:
+        begun = sum(stage["training"]["tokens"] for stage in self.before)
+        return (
+            f"{self.data_tokens} tokens of data and {self.wanted} to train on, after {begun} before"
+        )
 
-def optimizers(head: Head) -> list[torch.optim.Optimizer]:
+
+def optimizers(head: Head, rate: float) -> list[torch.optim.Optimizer]:
     matrices = [w for w in head.parameters() if w.ndim == 2]
     norms = [w for w in head.parameters() if w.ndim < 2]
     return [
         # Half of a small batch's time; each process does its part of the matrices.
-        ZeroRedundancyOptimizer(matrices, torch.optim.Muon, lr=MATRIX_RATE, weight_decay=0.1),
-        torch.optim.AdamW(norms, NORM_RATE, (0.9, 0.95), weight_decay=0),
+        ZeroRedundancyOptimizer(
+            matrices, torch.optim.Muon, lr=rate * MATRIX_RATE, weight_decay=0.1
+        ),
+        torch.optim.AdamW(norms, rate * NORM_RATE, (0.9, 0.95), weight_decay=0),
     ]
 
 
@@ -163,6 +175,8 @@ def train(
     checkpoint: Path,
     progress: Progress | None,
     export: Callable[[State], None],
+    vocab: Tensor | None = None,
+    before: Sequence[dict] = (),
 ) -> State:
     """Train on ``tokens`` tokens, several epochs if need be.
 
@@ -173,12 +187,16 @@ def train(
         skip: tokens that all texts begin with; nothing is learned from them.
         checkpoint: a file to go on from, if it exists, and to save to.
         export: called after every save.
+        vocab, before: the draft vocabulary and the making of the weights that ``head`` has, if
+            they are trained ones.
 
     Raises:
-        ValueError: the checkpoint is of other data, or of another number of tokens.
+        ValueError: the checkpoint is of other data, of another number of tokens, or of another
+            beginning.
     """
+    rate = CONTINUED_RATE if before else 1.0
     rank, size = dist.get_rank(), dist.get_world_size()
-    state, makers = State(len(texts.ids), tokens), optimizers(head)
+    state, makers = State(len(texts.ids), tokens, [*before]), optimizers(head, rate)
     # Before a checkpoint is loaded: they keep the rates that the optimisers began with.
     schedules = [
         torch.optim.lr_scheduler.LambdaLR(maker, lambda _: learning_rate(state.trained / tokens))
@@ -186,18 +204,17 @@ def train(
     ]
     if checkpoint.exists():
         saved = torch.load(checkpoint, weights_only=True)
-        state = State(**saved["state"])
-        if (state.data_tokens, state.wanted) != (len(texts.ids), tokens):
+        state, wanted = State(**saved["state"]), state
+        if state.about() != wanted.about():
             raise ValueError(
-                f"[train] checkpoint: expected one of {len(texts.ids)} tokens of data and {tokens} "
-                f"to train on, got {state.data_tokens} and {state.wanted}; delete {checkpoint} to "
-                "train anew"
+                f"[train] checkpoint: expected one of {wanted.about()}, got {state.about()}; "
+                f"delete {checkpoint} to train anew"
             )
         head.load_state_dict(saved["head"])
         for maker, maker_state in zip(makers, saved["optimizers"]):
             maker.load_state_dict(maker_state)
     else:
-        state.vocab = texts.likely_ids(target, DRAFT_VOCAB, seed)
+        state.vocab = texts.likely_ids(target, DRAFT_VOCAB, seed) if vocab is None else vocab
     task = progress.add_task("train", total=tokens) if progress else None
 
     def save() -> None:
@@ -275,19 +292,23 @@ def train_on_folder(
     tokens: int,
     seed: int,
     workers: int,
+    head_file: Path | None = None,
     progress: Progress | None = None,
     rank: int = 0,
 ) -> tuple[Head, Target, Texts, State]:
     """Train a head on the shards in ``folder``, with a process a worker, this one included.
 
-    Its checkpoint, and the weights as they are so far, are kept in ``folder``.
+    It goes on from the weights in ``head_file``, if given. Its checkpoint, and the weights as they
+    are so far, are kept in ``folder``.
     """
     # Threads of one process would wait for each other after every operation.
     torch.set_num_threads(1)
     context = torch.multiprocessing.get_context("spawn")
     others = [
         context.Process(
-            target=train_on_folder, args=(folder, tokens, seed, workers, None, r), daemon=True
+            target=train_on_folder,
+            args=(folder, tokens, seed, workers, head_file, None, r),
+            daemon=True,
         )
         for r in range(1, workers if rank == 0 else 0)
     ]
@@ -302,13 +323,16 @@ def train_on_folder(
     target, texts = Target(torch.bfloat16), Texts(folder)
     torch.manual_seed(seed)
     head = Head(target.args, target.norm.float())
+    vocab, before = start_from(head_file, head) if head_file else (None, [])
     skip = len(ChatTemplate(target.tokenizer).before)
 
     def export(state: State) -> None:
         save_head(folder / "head.safetensors", head, state.vocab, target, {})
 
     checkpoint = folder / "checkpoint.pt"
-    state = train(head, target, texts, skip, tokens, seed, checkpoint, progress, export)
+    state = train(
+        head, target, texts, skip, tokens, seed, checkpoint, progress, export, vocab, before
+    )
     for other in others:
         other.join()
     dist.destroy_process_group()

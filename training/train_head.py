@@ -1,6 +1,6 @@
 """Make the draft head of the default model: sample data, train, measure, write weights and card.
 
-    python training/train_head.py DATA [--tokens N] [--trained-tokens N] [--seed S]
+    python training/train_head.py DATA [--tokens N] [--trained-tokens N] [--start-from HEAD]
 
 DATA is a folder for shards, texts and the checkpoint. Run it again and it goes on: missing data is
 sampled with new seeds, training resumes from the checkpoint, which is of one amount of data.
@@ -33,6 +33,9 @@ def main(
     data: Annotated[Path, typer.Argument(help="Folder of shards, texts and the checkpoint.")],
     tokens: Annotated[int, typer.Option(help="Sample until there are so many.")] = 1_000_000,
     trained_tokens: Annotated[int, typer.Option(help="Over all epochs.")] = 2_000_000,
+    start_from: Annotated[
+        Path | None, typer.Option(help="Go on from these weights, on data of another seed.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of prompts, texts, weights and batches.")] = 1,
     workers: Annotated[int, typer.Option(help="Processes, of a thread each.")] = os.cpu_count()
     or 1,
@@ -47,14 +50,17 @@ def main(
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
         sample_data(data, tokens, seed, workers, slots, progress)
-        head, target, texts, state = train_on_folder(data, trained_tokens, seed, workers, progress)
+        head, target, texts, state = train_on_folder(
+            data, trained_tokens, seed, workers, start_from, progress
+        )
         # As it will be used: weights rounded to float16, everything computed in float32.
         for weight in head.parameters():
             weight.data = weight.data.half().float()
-        held_out = load_held_out_texts(data / "held_out_texts.safetensors", target, seed)
-        rates = evaluate(head, state.vocab, held_out, seed, workers, progress)
+        held_out = load_held_out_texts(data / "held_out_texts.safetensors", target)
+        rates = evaluate(head, state.vocab, held_out, workers, progress)
     about = {
         "acceptance": rates,
+        "before": state.before,
         "data": texts.summary(),
         "training": {
             "tokens": state.trained,
