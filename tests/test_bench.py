@@ -7,6 +7,7 @@ import subprocess
 import sys
 import xml.dom.minidom
 from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
 from importlib.util import find_spec
 
 import mlx.core as mx
@@ -216,6 +217,8 @@ def test_json_of_both_levels_and_plots(folder, tmp_path):
 class InterruptedPool:
     """Runs what it is given at once; the third time, someone presses Ctrl-C."""
 
+    error = KeyboardInterrupt
+
     def __init__(self, *arguments, **options):
         self.count = 0
 
@@ -228,7 +231,7 @@ class InterruptedPool:
     def submit(self, function, *arguments):
         self.count += 1
         if self.count == 3:
-            raise KeyboardInterrupt
+            raise self.error
         future = Future()
         future.set_result(function(*arguments))
         return future
@@ -239,7 +242,8 @@ def test_interrupted_results_are_shown(folder, monkeypatch):
     arguments = ("--size", "1,2,64", "--setting", "temperature", "--rounds", "1", "--threads", "1")
     done = invoke("operation", *arguments, "--json", code=130)
     result = json.loads(done.stdout)["operation"]
-    assert len(result["results"]) == len(result["limits"]) == 1 and result["interrupted"]
+    assert len(result["results"]) == len(result["limits"]) == 1
+    assert result["stopped"] == "interrupted"
     assert result["results"][0]["share_of_limit"] > 0
     assert "interrupted: " in done.stderr
     # The loop is not begun then.
@@ -251,15 +255,31 @@ def test_interrupted_results_are_shown(folder, monkeypatch):
 
     monkeypatch.setattr("exactspec.bench.loop.take_apart", interrupt)
     result = json.loads(invoke("loop", "--quick", *options, code=130).stdout)["loop"]
-    assert len(result["results"]) == 5 and result["cycle"] == [] and result["interrupted"]
+    assert len(result["results"]) == 5 and result["cycle"] == [] and result["stopped"]
     assert "plain, mlx-lm" in invoke("loop", "--quick", *options[:-1], code=130).stdout
+
+
+@pytest.mark.parametrize(
+    "error", [Wrong("a peer emits nonsense"), BrokenProcessPool("a process was killed")]
+)
+def test_what_was_measured_before_an_error_is_kept(monkeypatch, error):
+    monkeypatch.setattr(operation, "ProcessPoolExecutor", InterruptedPool)
+    monkeypatch.setattr(InterruptedPool, "error", error)
+    arguments = ("--size", "1,2,64", "--setting", "temperature", "--rounds", "1", "--threads", "1")
+    done = invoke("operation", *arguments, "--json", code=1)
+    result = json.loads(done.stdout)["operation"]
+    assert len(result["results"]) == 1 and result["stopped"] == str(error)
+    assert f"{error}: this is what was measured before" in done.stderr
 
 
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--size", "1,4"], "--size: expected B,K,V of at least 1, K at most 254, got '1,4'"),
-        (["--size", "1,0,9"], "--size: expected B,K,V"),
+        (["--size", "1,4"], "--size: expected B,K,V with B >= 1, K from 1 to 254, V >= 64 and at "),
+        *(
+            (["--size", size], "--size: expected B,K,V")
+            for size in ("1,0,99", "1,2,63", "1,1,3000000000", "99999999999999999999,1,64")
+        ),
         (["--setting", "x"], "--setting: expected one of temperature; "),
         (["--dtype", "int8"], "--dtype: expected one of float32; bfloat16; float16, got 'int8'"),
         (["--threads", "0"], "--threads: expected 1 to "),
@@ -269,11 +289,21 @@ def test_interrupted_results_are_shown(folder, monkeypatch):
         (["--acceptance", "x.json"], "--acceptance: expected --plots with it, got none"),
         (["loop", "--model", "./none"], "none"),
         (["loop", "--size", "1,2,64"], "--size: expected with the operation only, got it without"),
+        (
+            ["operation", "--num-draft-tokens", "3"],
+            "--num-draft-tokens: expected with the loop only, got it without",
+        ),
+        (["operation", "--plots", __file__], "[Errno 17] File exists"),
+        (
+            ["--plots", "{folder}", "--acceptance", "{folder}/wrong.json"],
+            "--acceptance: expected the result of bench_rules.py --json, got ",
+        ),
         (["operation", "--model", "x"], "--model: expected with the loop only, got it without"),
     ],
 )
-def test_errors_name_the_option(arguments, message):
-    result = invoke(*arguments, code=1)
+def test_errors_name_the_option(arguments, message, tmp_path):
+    (tmp_path / "wrong.json").write_text('{"foo": 1}')
+    result = invoke(*(argument.format(folder=tmp_path) for argument in arguments), code=1)
     assert result.stderr.startswith("error: ") and message in result.stderr
     assert result.stdout == ""
 

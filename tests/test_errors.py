@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -383,6 +385,27 @@ def test_number_that_no_float_holds(backend, field, digits):
     bad = Sampling(**{field: 10**digits})
     with pytest.raises(ValueError, match=rf"^\[sample\] sampling.{field}: expected .* bits$"):
         backend.sample(**plain(sampling=bad))
+
+
+@pytest.mark.parametrize("number", [2**128 - 2**103 - 1, Fraction(10**5000), -Fraction(10**5000)])
+def test_numbers_count_as_the_float_they_become(backend, number):
+    message = (
+        r"^\[sample\] sampling.temperature: expected .*(128 bits|a Fraction of thousands of d.*)$"
+    )
+    with pytest.raises(ValueError, match=message):
+        backend.sample(**plain(sampling=Sampling(number)))
+    with pytest.raises(ValueError, match=r"rule.delta: expected .* got an? [iF].*(bits|digits)$"):
+        backend.verify_draft(**dense(rule=Typical(delta=number)))
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    "number", [np.float16(0.5), np.float32(0.5), np.float64(0.5), Fraction(1, 2)]
+)
+def test_other_types_of_numbers(backend, number):
+    result = backend.sample(**plain(sampling=Sampling(number, 3, number, number)))
+    expected = backend.sample(**plain(sampling=Sampling(0.5, 3, 0.5, 0.5)))
+    assert result.tokens.tolist() == expected.tokens.tolist()
 
 
 def test_largest_numbers(backend):

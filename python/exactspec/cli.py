@@ -239,7 +239,9 @@ def bench(
     draft_model: Annotated[
         str | None, typer.Option(help="Default: the model with weights rounded to 4 bits.")
     ] = None,
-    num_draft_tokens: Annotated[int, typer.Option(help="Tokens drafted per cycle.")] = 4,
+    num_draft_tokens: Annotated[
+        int | None, typer.Option(help="Tokens drafted per cycle. Default: 4.")
+    ] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Per text. Default: 96.")] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Few sizes, rounds and tokens: less than a minute.")
@@ -258,7 +260,8 @@ def bench(
     Every peer is verified before it is timed; exactspec\\[bench] installs them, and the plots.
     Ctrl-C ends the measuring; what was measured so far is shown, and the exit status is 130.
     """
-    from .bench.plan import Options, Wrong, run
+    from .bench.plan import Options, run
+    from .bench.report import INTERRUPTED, plot, tables
 
     options = Options(
         operation=level is not Level.loop,
@@ -278,15 +281,10 @@ def bench(
     try:
         if acceptance is not None and plots is None:
             raise ValueError("--acceptance: expected --plots with it, got none")
-        drawn = None if acceptance is None else json.loads(acceptance.read_text(encoding="utf-8"))
-        if plots is not None:
-            import matplotlib  # noqa: F401  (before the measurements, which take minutes)
+        drawn = None if acceptance is None else _read_acceptance(acceptance)
+        # Before the measurements, which take minutes and must not be lost.
+        written = [] if plots is None else plot({}, drawn, plots)
         result = run(options, Console(stderr=True))
-        from .bench.report import plot, tables
-
-        written = [] if plots is None else plot(result, drawn, plots)
-    except Wrong as error:
-        _fail(f"nothing was timed: {error}")
     except (ValueError, OSError, ImportError) as error:
         _fail(_name_options(str(error)))
     if as_json:
@@ -295,11 +293,24 @@ def bench(
         console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
         for item in tables(result):
             console.print(item, soft_wrap=isinstance(item, str), markup=not isinstance(item, str))
+    if plots is not None:
+        written += plot(result, None, plots)
     for path in written:
         print(f"wrote {path}", file=sys.stderr)
-    if any(result[level]["interrupted"] for level in ("operation", "loop") if level in result):
-        print("interrupted: this is what was measured before", file=sys.stderr)
-        raise typer.Exit(130)  # 128 + SIGINT, as shells have it
+    reasons = [result[name]["stopped"] for name in ("operation", "loop") if name in result]
+    for reason in filter(None, reasons):
+        print(f"{reason}: this is what was measured before", file=sys.stderr)
+        raise typer.Exit(130 if reason == INTERRUPTED else 1)  # 128 + SIGINT, as shells have it
+
+
+def _read_acceptance(path: Path) -> list[dict[str, Any]]:
+    names = ("drafter", "rule", "temperature", "mean_accepted_length")
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+        return [{name: row[name] for name in names} for row in rows]
+    except (ValueError, KeyError, TypeError):
+        expected = "the result of bench_rules.py --json"
+        raise ValueError(f"--acceptance: expected {expected}, got {path}") from None
 
 
 @app.command()

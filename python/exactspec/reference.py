@@ -142,7 +142,8 @@ def _shifted(x: mx.array) -> mx.array:
 def _parameter(value: Number, dtype: mx.Dtype = mx.float32) -> mx.array:
     """A number or ``[B]`` as an array that broadcasts against ``[B, R, V]``."""
     if not isinstance(value, mx.array):
-        value = mx.array(max(min(value, 2**31 - 1), -(2**31)) if dtype == mx.int32 else value)
+        is_integer = dtype == mx.int32
+        value = mx.array(max(min(int(value), 2**31 - 1), -(2**31)) if is_integer else float(value))
     return value.astype(dtype).reshape(-1, 1, 1)
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from numbers import Real
 from typing import NamedTuple, Union
+
+from .sampling import as_float, describe_number
 
 EXACT_RULES = ("token", "block", "coupled")
 """Rules by name. Under each of them the emitted tokens follow the target's distribution."""
@@ -63,11 +64,11 @@ def check_rule(op: str, rule, names: tuple[str, ...]) -> None:
             if isinstance(value, bool) or not isinstance(value, Real):
                 raise TypeError(f"[{op}] {name}: expected a number, got {value!r}")
             low, high = _LIMITS[field]
-            if not (low <= value <= high and math.isfinite(value)):
-                expected = (
-                    f"in [{low:g}, {high:g}]" if high < math.inf else f">= {low:g} and finite"
+            if not low <= as_float(value) <= high:
+                raise ValueError(
+                    f"[{op}] {name}: expected a value in [{low:g}, {high:g}], got "
+                    f"{describe_number(value)}"
                 )
-                raise ValueError(f"[{op}] {name}: expected a value {expected}, got {value!r}")
     elif not (isinstance(rule, str) and rule in names):
         expected = ", ".join(repr(name) for name in names)
         expected += ", Typical(...) or Cascade(...)" if lossy else ""

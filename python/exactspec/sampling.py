@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from numbers import Integral, Real
 from typing import NamedTuple, Union
 
@@ -69,14 +70,32 @@ def check_sampling(op: str, argument: str, sampling: Sampling) -> None:
             raise TypeError(f"[{op}] {name}: expected a number or an array, got {value!r}")
         if field == "top_k":
             if type(value) is not int and not isinstance(value, Integral):
-                raise TypeError(f"[{op}] {name}: expected an integer or an array, got {value!r}")
+                got = describe_number(value)
+                raise TypeError(f"[{op}] {name}: expected an integer or an array, got {got}")
             legal, expected = -INT32_LIMIT <= value < INT32_LIMIT, "in [-2**31, 2**31)"
         elif field == "temperature":
-            legal, expected = 0 <= value < FLOAT32_LIMIT, "finite in float32 and >= 0"
+            legal, expected = 0 <= as_float(value) < FLOAT32_LIMIT, "finite in float32 and >= 0"
         else:
-            legal, expected = 0 <= value <= 1, "in [0, 1]"
+            legal, expected = 0 <= as_float(value) <= 1, "in [0, 1]"
         if not legal:
-            # Python does not print integers of thousands of digits.
-            bits = int(value).bit_length() if isinstance(value, Integral) else 0
-            got = repr(value) if bits <= 64 else f"an integer of {bits} bits"
+            got = describe_number(value)
             raise ValueError(f"[{op}] {name}: expected a value {expected}, got {got}")
+
+
+def as_float(number: Real) -> float:
+    """As the extension takes it; infinite where that is beyond float64."""
+    try:
+        return float(number)
+    except OverflowError:
+        return math.copysign(math.inf, 1 if number > 0 else -1)
+
+
+def describe_number(number: Real) -> str:
+    """Its ``repr``, unless that has more digits than Python or anybody wants to print."""
+    bits = int(number).bit_length() if isinstance(number, Integral) else 0
+    if bits > 64:
+        return f"an integer of {bits} bits"
+    try:
+        return repr(number)
+    except ValueError:
+        return f"a {type(number).__name__} of thousands of digits"

@@ -24,6 +24,7 @@ from ..drafters import Drafter, DraftModel, MTPDrafter, PromptLookup
 from ..generate import stream_generate
 from ..heads import DraftHead, load_default_head
 from ..models import DEFAULT_MODEL, load
+from .report import INTERRUPTED
 
 CODE = '''Rename the variable `x` to `total` in this Python code. Show the whole code.
 
@@ -306,11 +307,11 @@ def run(
     """Measure the loop, with the progress on ``console``. Ctrl-C ends it with the rows so far.
 
     Returns:
-        ``{"model", "draft_model", "results": [...], "cycle": [...], "interrupted": ...}`` and the
-        options, ready for JSON.
+        ``{"model", "draft_model", "results": [...], "cycle": [...], "stopped": None or the
+        reason}`` and the options, ready for JSON.
     """
     peers = make_peers(models, num_draft_tokens)
-    rows, cycle, interrupted = [], [], False
+    rows, cycle, stopped = [], [], None
     try:
         with Progress(console=console, transient=True) as progress:
             task = progress.add_task("decode loop", total=len(prompts) * len(temperatures) + 1)
@@ -323,7 +324,7 @@ def run(
             ids = _encode(models.tokenizer, PROMPTS[prompts[0]])
             cycle = take_apart(models, ids, temperatures[-1], max_tokens, num_draft_tokens)
     except KeyboardInterrupt:
-        interrupted = True
+        stopped = INTERRUPTED
     return {
         **models.names,
         "num_draft_tokens": num_draft_tokens,
@@ -331,7 +332,7 @@ def run(
         "rounds": rounds,
         "results": rows,
         "cycle": cycle,
-        "interrupted": interrupted,
+        "stopped": stopped,
     }
 
 

@@ -9,7 +9,7 @@ import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures.process import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool, ProcessPoolExecutor
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from rich.progress import Progress
 
 from .. import Sampling, _ext, sample
 from .peers import OURS, Absent, Peer, make_peers, numpy_arrays
+from .report import INTERRUPTED
 
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
 
@@ -60,7 +61,7 @@ LAW_LIMIT = 38.0
 
 
 class Wrong(ArithmeticError):
-    """A peer disagrees, so nothing was timed."""
+    """A peer disagrees, so it was not timed."""
 
 
 class Case(NamedTuple):
@@ -399,15 +400,13 @@ def run(cases: list[Case], console: Console) -> dict[str, Any]:
     """Measure limits and cases, with the progress on ``console``.
 
     Each number of threads has a process of its own, since libraries read it once. The limits are
-    measured before and after the cases: the better ones count. Ctrl-C ends it with the rows so far.
+    measured before and after the cases: the better ones count. Ctrl-C ends it with the rows so far,
+    as does a peer that disagrees or a process that dies.
 
     Returns:
-        ``{"limits": [...], "results": [...], "interrupted": ...}``, ready for JSON.
-
-    Raises:
-        Wrong: a peer disagrees.
+        ``{"limits": [...], "results": [...], "stopped": None or the reason}``, ready for JSON.
     """
-    all_limits, rows, interrupted = [], [], False
+    all_limits, rows, stopped = [], [], None
     context = multiprocessing.get_context("spawn")
     try:
         with Progress(console=console, transient=True) as progress:
@@ -433,8 +432,13 @@ def run(cases: list[Case], console: Console) -> dict[str, Any]:
                         all_limits.append(best)
                         rows += measured
     except KeyboardInterrupt:
-        interrupted = True
-    return {"limits": all_limits, "results": rows, "interrupted": interrupted}
+        stopped = INTERRUPTED
+        # A second one may have kept the pool from telling its process to end.
+        for child in multiprocessing.active_children():
+            child.terminate()
+    except (Wrong, BrokenProcessPool) as error:
+        stopped = str(error)
+    return {"limits": all_limits, "results": rows, "stopped": stopped}
 
 
 def _best(found: list[dict[str, Any]]) -> dict[str, Any]:

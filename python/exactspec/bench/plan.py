@@ -9,17 +9,23 @@ import mlx.core as mx
 from rich.console import Console
 
 from . import operation
-from .operation import DTYPES, SETTINGS, SIZES, SWEEPS, Case, Wrong
+from .operation import DTYPES, SETTINGS, SIZES, SWEEPS, Case
 from .report import PLOTTED_SETTING, about
-
-__all__ = ["Options", "Wrong", "run"]
 
 QUICK_SIZES = [(1, 4, 49152)]
 QUICK_SETTINGS = [PLOTTED_SETTING, "top_k and top_p"]
+# Among fewer ids the token that only the draft likes may be the target's best.
+LEAST_VOCABULARY = 64
+MOST_LOGITS = 10**9  # of the target: 4 GB, of four inputs
 # Options, by the level that they belong to.
 LEVELS = {
     "operation": {"sizes": "size", "settings": "setting", "dtypes": "dtype", "threads": "threads"},
-    "loop": {"model": "model", "draft_model": "draft-model", "max_tokens": "max-tokens"},
+    "loop": {
+        "model": "model",
+        "draft_model": "draft-model",
+        "num_draft_tokens": "num-draft-tokens",
+        "max_tokens": "max-tokens",
+    },
 }
 
 
@@ -35,7 +41,7 @@ class Options(NamedTuple):
     rounds: int | None
     model: str | None
     draft_model: str | None
-    num_draft_tokens: int
+    num_draft_tokens: int | None
     max_tokens: int | None
     quick: bool
     sweep: bool
@@ -46,7 +52,6 @@ def run(options: Options, console: Console) -> dict[str, Any]:
 
     Raises:
         ValueError: an option is out of range; the message names it.
-        Wrong: a peer disagrees.
     """
     for name in ("rounds", "num_draft_tokens", "max_tokens"):
         value = getattr(options, name)
@@ -65,12 +70,12 @@ def run(options: Options, console: Console) -> dict[str, Any]:
         models = loop.load_models(options.model, options.draft_model)
     if options.operation:
         result["operation"] = operation.run(cases, console)
-        if result["operation"]["interrupted"]:
+        if result["operation"]["stopped"]:
             return result
     if options.loop:
         result["loop"] = loop.run(
             models,
-            num_draft_tokens=options.num_draft_tokens,
+            num_draft_tokens=options.num_draft_tokens or 4,
             temperatures=(0.7,) if options.quick else (0.0, 0.7),
             prompts=["edit"] if options.quick else list(loop.PROMPTS),
             max_tokens=options.max_tokens or (12 if options.quick else 96),
@@ -116,11 +121,14 @@ def plan(options: Options) -> list[Case]:
 def _size(text: str) -> tuple[int, int, int]:
     try:
         batch, num_slots, vocab_size = map(int, text.split(","))
-        if min(batch, num_slots, vocab_size) < 1 or num_slots > 254:
+        if min(batch, num_slots) < 1 or num_slots > 254 or vocab_size < LEAST_VOCABULARY:
+            raise ValueError
+        if batch * (num_slots + 1) * vocab_size > MOST_LOGITS:
             raise ValueError
     except ValueError:
         raise ValueError(
-            f"--size: expected B,K,V of at least 1, K at most 254, got {text!r}"
+            f"--size: expected B,K,V with B >= 1, K from 1 to 254, V >= {LEAST_VOCABULARY} and at "
+            f"most {MOST_LOGITS} logits, got {text!r}"
         ) from None
     return batch, num_slots, vocab_size
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 import sys
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
@@ -18,6 +19,7 @@ from .peers import OURS
 
 PACKAGES = ("exactspec", "mlx", "mlx-lm", "numpy", "torch", "flashspec-asm-kernel", "mtplx")
 PLOTTED_SETTING = "temperature"
+INTERRUPTED = "interrupted"
 # A load average above which a benchmark has neighbours.
 MOST_LOAD = 0.5
 
@@ -25,7 +27,7 @@ MOST_LOAD = 0.5
 def about() -> dict[str, Any]:
     """What a result needs to say about where it comes from."""
     return {
-        "command": " ".join(["exactspec", *sys.argv[1:]]),
+        "command": shlex.join(["exactspec", *sys.argv[1:]]),
         "device": f"{mx.default_device()} {mx.device_info().get('device_name', '')}".strip(),
         "cpu": f"{_cpu_name()}, {os.cpu_count()} cores",
         "load": os.getloadavg()[0],  # what else was running before
@@ -162,12 +164,14 @@ def _cycle_table(cycle: list[dict[str, Any]]) -> Table:
 # Plots
 
 
-def plot(result: dict[str, Any], acceptance: dict[str, Any] | None, folder: Path) -> list[Path]:
+def plot(
+    result: dict[str, Any], acceptance: list[dict[str, Any]] | None, folder: Path
+) -> list[Path]:
     """Draw every plot that the result has rows for, as SVG; returns the files.
 
     Args:
         result: of ``exactspec bench``.
-        acceptance: of ``benchmarks/bench_rules.py --json``.
+        acceptance: the rows of ``benchmarks/bench_rules.py --json``.
         folder: made if it is missing.
     """
     import matplotlib
@@ -186,7 +190,7 @@ def plot(result: dict[str, Any], acceptance: dict[str, Any] | None, folder: Path
     if "loop" in result and result["loop"]["cycle"]:
         figures["bench_cycle"] = _plot_cycle(plt, result["loop"]["cycle"])
     if acceptance is not None:
-        figures["bench_acceptance"] = _plot_acceptance(plt, acceptance["rows"])
+        figures["bench_acceptance"] = _plot_acceptance(plt, acceptance)
     paths = []
     for name, figure in figures.items():
         paths.append(folder / f"{name}.svg")
