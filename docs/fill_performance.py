@@ -33,8 +33,10 @@ def operation(result: dict[str, Any]) -> str:
     def cell(rows: list[dict[str, Any]], show) -> str:
         return " / ".join(show(row) for row in rows)
 
-    def ratio(name: str):
-        return lambda row: f"{row['peers'][name]['ratio']:.1f}"
+    def ratios(rows: list[dict[str, Any]], name: str) -> str:
+        found = [row["peers"].get(name) for row in rows]
+        shown = [f"{peer['ratio']:.1f}" if peer else "-" for peer in found]
+        return " / ".join(shown) if any(found) else ""
 
     lines = []
     for (*size, setting, dtype, cold), rows in cases.items():
@@ -45,13 +47,12 @@ def operation(result: dict[str, Any]) -> str:
                 f"{dtype}, {'cold' if cold else 'hot'}",
                 cell(rows, lambda row: f"{row['peers'][OURS]['median_ms']:.3f}"),
                 cell(rows, lambda row: f"{row['share_of_limit']:.0%}"),
-                *(cell(rows, ratio(n)) if n in rows[0]["peers"] else "" for n in peers),
+                *(ratios(rows, name) for name in peers),
             ]
         )
-    threads = " / ".join(str(limit["threads"]) for limit in result["operation"]["limits"])
-    return table(
-        ["B, K, V", "setting", "logits", f"ms, {threads} threads", "of the limit", *peers], lines
-    )
+    threads = [limit["threads"] for limit in result["operation"]["limits"]]
+    unit = "ms" if None in threads else f"ms, {' / '.join(map(str, threads))} threads"
+    return table(["B, K, V", "setting", "logits", unit, "of the limit", *peers], lines)
 
 
 def loop(result: dict[str, Any]) -> str:
@@ -129,6 +130,9 @@ def operation_goals(result: dict[str, Any]) -> str:
                 ratio = filtered["peers"]["MTPLX's host rule"]["ratio"]
                 what = f"top_k 20 + top_p 0.95, {where}, against MTPLX's host rule"
                 add(what, ">= 50x", f"{ratio:.1f}x", ratio >= 50)
+    if not lines:
+        size = ",".join(map(str, GOAL_SIZE))
+        sys.exit(f"expected a result of size {size}, float32, hot, setting temperature, got none")
     return goals(lines)
 
 
@@ -160,6 +164,8 @@ def main(*paths: str) -> None:
     for result in results:
         for level, tables in levels.items():
             if level in result:
+                if reason := result[level]["stopped"]:
+                    sys.exit(f"expected a whole result, got one that ended early: {reason}")
                 sections[f"{level} machine"] = machine(result)
                 sections |= {make.__name__.replace("_", " "): make(result) for make in tables}
     for name, text in sections.items():
