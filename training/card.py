@@ -98,8 +98,9 @@ def _stage(stage: dict) -> str:
     data, training = stage["data"], stage["training"]
     return (
         f"* Begun from a head that was trained on {training['tokens']:,} tokens, with "
-        f"{data['texts']:,} texts of {data['tokens']:,} tokens sampled by seed {training['seed']}; "
-        f"{training['updates']:,} updates, {training['seconds'] / 60:.0f} minutes.\n"
+        f"{data['texts']:,} texts of {data['tokens']:,} tokens\n  sampled by seed "
+        f"{training['seed']}; {training['updates']:,} updates, "
+        f"{training['seconds'] / 60:.0f} minutes.\n"
     )
 
 

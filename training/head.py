@@ -201,6 +201,7 @@ def save_head(path: Path, head: Head, draft_vocab: Tensor, target: Target, about
     tensors["draft_vocab"] = draft_vocab.int()
     metadata = {name: json.dumps(value) for name, value in ({"config": config} | about).items()}
     save_file(tensors, path, metadata=metadata | {"target": target_name()})
+    path.chmod(0o644)  # safetensors lets only the owner read it
 
 
 def start_from(path: Path, head: Head) -> tuple[Tensor, list[dict]]:

@@ -16,7 +16,12 @@ origami|rainforests|credit cards|the Olympic Games|watercolour painting|DNA|trai
 learning a language|the Industrial Revolution|tomatoes|running a marathon|penguins|antibiotics
 board games|hurricanes|the piano|healthy breakfasts|castles|owning a dog|the internet|lighthouses
 machine learning|poetry|urban gardens|the night sky|wool|whales|democracy|bridges|cheese|first aid
-robots|deserts|budgeting|Shakespeare|wind power|friendship|river pollution|maps
+robots|deserts|budgeting|Shakespeare|wind power|friendship|river pollution|maps|fireworks|opera
+mushrooms|passwords|the metric system|camping|allergies|beekeeping|spreadsheets|moving house
+thunder|pottery|the Renaissance|car insurance|migration of birds|batteries|crosswords|snow
+a first job|sharing a flat|the tides|soap|video games|a vegetable soup|jet lag|museums|orchestras
+optical illusions|rice farming|umbrellas|subtitles|a job abroad|sharks|yoga|bread and butter
+house cats|the printing of banknotes|ice skating|mirrors|fractions|probability|a broken laptop
 """.replace("\n", "|")
     .strip("|")
     .split("|")
@@ -28,6 +33,8 @@ a curious child|a retired sailor|a young teacher|a tired nurse|two brothers|an o
 a lonely robot|a village baker|a shy painter|a lost hiker|a night guard|a stubborn farmer
 a travelling musician|a new student|a forgetful wizard|a deep-sea diver|a taxi driver
 a grandmother and her cat|a small dragon|the last librarian|a chess champion|a ship's cook
+a postman|twin sisters|a talking crow|a nervous bride|a retired spy|the king's tailor|a sculptor
+an inventor of useless machines|a boy with one shoe|a beekeeper|a judge|an exhausted waiter
 """.replace("\n", "|")
     .strip("|")
     .split("|")
@@ -38,7 +45,8 @@ PLACES = (
 in a quiet mountain village|on a space station|by the sea|in an abandoned factory
 on a long train ride|in a crowded market|in the desert|at the bottom of a lake|in a small bookshop
 during a heavy storm|in a city without electricity|at the edge of a forest|on a frozen island
-in a school at night
+in a school at night|on a ferry|in a greenhouse|at a railway station|in a theatre before the show
+in a hospital corridor|on a rooftop|in a museum after closing time|in a caravan|at a bus stop
 """.replace("\n", "|")
     .strip("|")
     .split("|")
@@ -79,6 +87,30 @@ TEXTS = [
     "grows faster, but they also needs more water then the others.",
     "Turn off the main switch before you open the case. Remove the four screws on the back, "
     "lift the cover and replace the fuse by one of the same type.",
+    "hey can you cover my shift on friday, i got a dentist appointment and totaly forgot about it, "
+    "i will take yours on sunday if thats ok",
+    "Lot 14 is an oak table from about 1890, two metres long, with one drawer and a few scratches. "
+    "The starting price is 350 pounds, and it can be seen on Wednesday afternoon.",
+    "The patient slept well. Her temperature was 37.4 at six and 36.9 at noon; she ate half of "
+    "her breakfast and walked to the window and back with some help.",
+    "When the snow melted we found the gate lying in the ditch. Nobody knew who had taken it off "
+    "its hinges, but the sheep were gone, and so was the neighbours' tractor.",
+    "Fans of the first film will be disappointed. The jokes are old, the hero has become dull, and "
+    "only the music, written by a student from Oslo, is worth the ticket.",
+    "Line 4 does not run between the harbour and the university until 3 June. Buses leave from "
+    "the square every twelve minutes; please allow half an hour more.",
+    "We was told that the order will arrives in two weeks, but five week later there are still "
+    "nothing, and the customer service dont even have answered.",
+    "Iron rusts when water and oxygen reach its surface. Paint keeps both away, and a coat of "
+    "zinc protects the metal even where it has been scratched.",
+    "My name is Oleksiy, I am twelve, and I collect stones. The best one has a leaf inside that "
+    "is older than all people. My sister says it is only a print, but I like it.",
+    "Revenue was 4.2 million in 2021, 5.1 million in 2022 and 4.9 million in 2023. Two of the "
+    "seven branches made a loss; the one in Graz earned more than all others together.",
+    "The garden is divided into three parts: roses near the house, vegetables behind the hedge, "
+    "and at the far end a meadow that is cut only once a year, in August.",
+    "it was a realy good concert, the singer have a amazing voice and her band to, but the sound "
+    "was to loud and you could not here the words",
     "A good night's sleep helps the brain to store what was learned during the day. People who "
     "sleep less than six hours make more mistakes and remember less.",
 ]
@@ -100,6 +132,23 @@ CODE = [
     "def area(shape, a, b):\n    if shape == 'square':\n        return a * a\n"
     "    if shape == 'rectangle':\n        return a * b\n    if shape == 'triangle':\n"
     "        return a * b / 2",
+    "def is_palindrome(text):\n    text = text.lower()\n    return text == text[::-1]",
+    "import random\n\nsecret = random.randint(1, 10)\nguess = None\nwhile guess != secret:\n"
+    "    guess = int(input('Guess: '))\nprint('Right!')",
+    "function debounce(fn, ms) {\n  let timer;\n  return (...args) => {\n    clearTimeout(timer);\n"
+    "    timer = setTimeout(() => fn(...args), ms);\n  };\n}",
+    "UPDATE employees SET salary = salary * 1.05 WHERE department = 'sales';",
+    "def load(path):\n    try:\n        return json.load(open(path))\n"
+    "    except:\n        return {}",
+    "public static int sum(int[] values) {\n    int sum = 0;\n"
+    "    for (int i = 0; i <= values.length; i++) {\n        sum += values[i];\n    }\n"
+    "    return sum;\n}",
+    "for f in *.txt; do\n  wc -l $f\ndone | sort -n",
+    "words = {}\nfor w in text.split():\n    if w in words:\n        words[w] = words[w] + 1\n"
+    "    else:\n        words[w] = 1",
+    "class Node:\n    def __init__(self, value, next=None):\n        self.value = value\n"
+    "        self.next = next\n\ndef length(node):\n    return 0 if node is None else 1 + "
+    "length(node.next)",
     "const total = cart.map(item => item.price * item.count).reduce((a, b) => a + b, 0);",
 ]
 
@@ -112,7 +161,12 @@ computes a factorial|checks whether two words are anagrams|flattens a nested lis
 validates an email address|generates a random password|finds the shortest word in a sentence
 transposes a matrix|counts vowels|computes the greatest common divisor|draws a triangle of stars
 rolls two dice|downloads a web page|parses a date|inverts a binary tree|does a binary search
-implements a queue
+implements a queue|multiplies two matrices|rounds prices to five cents|splits a bill
+finds all links in a page|counts the days between two dates|shuffles a deck of cards
+checks whether brackets are balanced|prints the first n square numbers|sorts people by age
+converts a number to Roman numerals|finds missing numbers in a list|groups words by their length
+resizes an image|plays tic-tac-toe|simulates a traffic light|logs errors to a file
+writes a list to a JSON file|computes a running average|stores contacts in a database
 """.replace("\n", "|")
     .strip("|")
     .split("|")
@@ -133,6 +187,14 @@ QUESTIONS = [
     "Is it worth spending time on {topic}? Give reasons for and against.",
     "Describe {topic} step by step.",
     "Hi! Can you tell me something surprising about {topic}?",
+    "A friend asked me about {topic} and I had no answer. Help!",
+    "What mistakes do people make when they first deal with {topic}?",
+    "Can {topic} be dangerous?",
+    "How much does {topic} have to do with money?",
+    "What would the world be like without {topic}?",
+    "Which is older, {topic} or {other}, and how do we know?",
+    "Is it true that {topic} was invented {place}?",
+    "Who decides about {topic}, and who should?",
 ]
 LISTS = [
     "List five facts about {topic}.",
@@ -159,6 +221,13 @@ STORIES = [
     "Write a product description for a book about {topic}.",
     "Write a blog post about {topic}.",
     "Write an email asking a colleague for help with {topic}.",
+    "{person} wakes up {place} and remembers nothing. Go on.",
+    "Write the last page of a novel about {person}.",
+    "Write a song with a chorus about {topic}.",
+    "Write a short play with {person}, {person2} and {topic}.",
+    "Describe {person} to somebody who will never meet them.",
+    "Write an advertisement for {topic} that makes people smile.",
+    "Two strangers meet {place}. Write what they say.",
 ]
 EDITS = [
     "Correct the spelling and grammar of this text:\n\n{text}",
@@ -175,6 +244,12 @@ EDITS = [
     "Put this text into one single sentence:\n\n{text}",
     "Translate this text into French:\n\n{text}",
     "Translate into Spanish:\n\n{text}",
+    "Proofread this. Show the corrected version only.\n\n{text}",
+    "Make this sound more exciting: {text}",
+    "Write this as if it were a newspaper report: {text}",
+    "Expand this into two paragraphs:\n\n{text}",
+    "Swap the order of the sentences so that the last comes first:\n\n{text}",
+    "Remove every adjective from this text:\n\n{text}",
 ]
 READINGS = [
     "Summarize this text in one sentence:\n\n{text}",
@@ -201,6 +276,11 @@ PROGRAMS = [
     "Rewrite this in another programming language:\n\n```\n{code}\n```",
     "Write a shell command that {task}.",
     "Write pseudocode for a program that {task}.",
+    "Make this code faster or say why it is fast enough:\n\n```\n{code}\n```",
+    "Add error handling to this:\n\n```\n{code}\n```",
+    "I am new to programming. What does this do?\n\n{code}",
+    "Write a command-line tool in Python that {task}. Show how to call it.",
+    "Write a Java method that {task} and a main method that tries it.",
 ]
 
 KINDS = (QUESTIONS, LISTS, STORIES, EDITS, READINGS, PROGRAMS)

@@ -28,7 +28,7 @@ MAX_LENGTH = 288
 MAX_USER_TURN = 96
 SHARD_TOKENS = 20_000
 # Of texts whose prompt is a written one; the other prompts are sampled from the bare user turn.
-WRITTEN_PART = 0.3
+WRITTEN_PART = 0.6
 TEMPERATURES, TEMPERATURE_WEIGHTS = (0.0, 0.8, 1.0), (0.2, 0.45, 0.35)
 PROMPT_TEMPERATURES = (0.8, 1.0)
 

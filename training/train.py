@@ -30,7 +30,7 @@ WARM_UP = 0.03
 # Of both, when training goes on from trained weights.
 CONTINUED_RATE = 0.5
 # Parts of the training after which the second step and the total variation come in.
-SECOND_STEP_FROM, TV_FROM, TV_WEIGHT = 0.6, 0.7, 2.0
+SECOND_STEP_FROM, TV_FROM, TV_WEIGHT = 0.6, 0.7, 4.0
 LOG_UPDATES, CHECKPOINT_UPDATES = 100, 200
 
 
