@@ -183,10 +183,10 @@ def plot(
     plt.rcParams.update({"svg.hashsalt": "exactspec", "svg.fonttype": "none", "font.size": 9})
     folder.mkdir(parents=True, exist_ok=True)
     figures = {}
-    if "operation" in result:
-        rows = result["operation"]["results"]
-        figures["bench_time"] = _plot_times(plt, rows)
+    if "operation" in result and (rows := result["operation"]["results"]):
         figures["bench_limit"] = _plot_shares(plt, rows)
+        if plain := _plain_rows(rows):
+            figures["bench_time"] = _plot_times(plt, plain)
     if "loop" in result and result["loop"]["cycle"]:
         figures["bench_cycle"] = _plot_cycle(plt, result["loop"]["cycle"])
     if acceptance is not None:
@@ -201,10 +201,9 @@ def plot(
 
 def _plot_times(plt: Any, rows: list[dict[str, Any]]) -> Any:
     """Time against V, K and B, where the other two are those of most rows."""
-    rows = _plain_rows(rows)
     figure, axes = plt.subplots(1, 3, figsize=(12, 4), sharey=True)
     labels = ("B, sequences", "K, draft tokens", "V, vocabulary")
-    base = rows[0]["size"] if rows else None
+    base = rows[0]["size"]
     for axis, place in zip(axes, (2, 1, 0)):
         fixed = [i for i in range(3) if i != place]
         swept = [row for row in rows if all(row["size"][i] == base[i] for i in fixed)]
@@ -226,7 +225,7 @@ def _plot_times(plt: Any, rows: list[dict[str, Any]]) -> Any:
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("ms")
     axes[-1].legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
-    threads = rows[0]["threads"] if rows else None
+    threads = rows[0]["threads"]
     where = "GPU" if threads is None else f"{threads} thread(s)"
     figure.suptitle(f"{PLOTTED_SETTING}, dense draft, float32, hot, {where}")
     return figure
@@ -240,21 +239,31 @@ def _plain_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _plot_shares(plt: Any, rows: list[dict[str, Any]]) -> Any:
-    """Share of the limit in every row."""
-    labels, shares = [], []
-    for row in reversed(rows):
-        where = "gpu" if row["threads"] is None else f"{row['threads']} thr."
-        cache = "cold" if row["cold"] else "hot"
-        size = ", ".join(map(str, row["size"]))
-        labels.append(f"({size}) {row['setting']}, {row['dtype']}, {cache}, {where}")
-        shares.append(100 * row["share_of_limit"])
-    figure, axis = plt.subplots(figsize=(9, 1 + 0.22 * len(rows)))
-    axis.barh(labels, shares, color="tab:blue")
+    """Share of the limit, a bar for each number of threads; of the first row's dtype and cache."""
+    figure, axis = plt.subplots()
+    rows = [r for r in rows if (r["dtype"], r["cold"]) == (rows[0]["dtype"], rows[0]["cold"])]
+    labels = list(dict.fromkeys(_size_and_setting(row) for row in rows))
+    threads = list(dict.fromkeys(row["threads"] for row in rows))
+    height = 0.8 / len(threads)
+    for index, count in enumerate(threads):
+        of_count = [row for row in rows if row["threads"] == count]
+        at = [labels.index(_size_and_setting(row)) + index * height for row in of_count]
+        shares = [100 * row["share_of_limit"] for row in of_count]
+        label = "gpu" if count is None else f"{count} thread{'s' * (count > 1)}"
+        axis.barh(at, shares, height, align="edge", label=label)
     axis.axvline(100, color="black", linewidth=1)
     axis.set_xlabel("% of the limit measured in the same run")
-    axis.set_ylim(-0.6, len(rows) - 0.4)
+    axis.set_yticks([i + 0.4 for i in range(len(labels))], labels)
+    axis.set_ylim(len(labels), -0.2)
     axis.grid(axis="x", alpha=0.3)
+    axis.set_title(f"{rows[0]['dtype']}, {'cold' if rows[0]['cold'] else 'hot'}")
+    axis.legend(loc="lower right")
+    figure.set_size_inches(8, 1 + 0.3 * len(labels))
     return figure
+
+
+def _size_and_setting(row: dict[str, Any]) -> str:
+    return f"({', '.join(map(str, row['size']))}) {row['setting']}"
 
 
 def _plot_cycle(plt: Any, cycle: list[dict[str, Any]]) -> Any:
