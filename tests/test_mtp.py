@@ -179,7 +179,8 @@ def test_rows_are_those_of_a_head_that_sees_the_text_only(
         expected = rows_from_scratch(target, whole, text, drafted)[:, vocab]
         largest = max(largest, np.abs(row - expected).max())
     figure("largest difference of a logit", largest)
-    assert largest < 1e-3
+    # Its large weights make up to 1e-3 of rounding; a wrong one of the last tokens moves it by 0.1.
+    assert largest < 1e-2
     if kind in ("behind another", "adaptive"):
         assert len(drafts) < statistics.cycles - 5
 
