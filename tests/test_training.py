@@ -182,6 +182,9 @@ def test_training_starts_from_a_saved_head(tmp_path, monkeypatch):
     assert torch.equal(got_vocab, vocab) and before == stages
     for wanted, got in zip(saved.parameters(), head.parameters()):
         assert torch.equal(got, wanted.half().float())
+    save_head(tmp_path / "unfinished.safetensors", saved, vocab, target, {})
+    with pytest.raises(ValueError, match="path: expected a finished head, got .*unfinished"):
+        start_from(tmp_path / "unfinished.safetensors", head)
     monkeypatch.setattr("head.target_name", lambda: "another model")
     with pytest.raises(ValueError, match="path: expected a head of another model, got one of Smol"):
         start_from(path, head)

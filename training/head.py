@@ -210,7 +210,7 @@ def start_from(path: Path, head: Head) -> tuple[Tensor, list[dict]]:
     Stages come in order, each with its ``data`` and ``training`` but for the log.
 
     Raises:
-        ValueError: the file is of another target.
+        ValueError: the file is of another target, or not of a finished training.
     """
     tensors = load_file(path)
     with safe_open(path, "pt") as file:
@@ -220,9 +220,10 @@ def start_from(path: Path, head: Head) -> tuple[Tensor, list[dict]]:
             f"[start_from] path: expected a head of {target_name()}, got one of "
             f"{metadata['target']} in {path}"
         )
-    data, training, before = (
-        json.loads(metadata.get(name, "[]")) for name in ("data", "training", "before")
-    )
+    if "training" not in metadata:
+        raise ValueError(f"[start_from] path: expected a finished head, got {path}")
+    data, training = json.loads(metadata["data"]), json.loads(metadata["training"])
+    before = json.loads(metadata.get("before", "[]"))
     del training["log"]
     vocab = tensors.pop("draft_vocab").long()
     head.load_state_dict(tensors)

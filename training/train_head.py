@@ -34,7 +34,10 @@ def main(
     tokens: Annotated[int, typer.Option(help="Sample until there are so many.")] = 1_000_000,
     trained_tokens: Annotated[int, typer.Option(help="Over all epochs.")] = 2_000_000,
     start_from: Annotated[
-        Path | None, typer.Option(help="Go on from these weights, on data of another seed.")
+        Path | None,
+        typer.Option(
+            exists=True, dir_okay=False, help="Go on from these weights, on data of another seed."
+        ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Of prompts, texts, weights and batches.")] = 1,
     workers: Annotated[int, typer.Option(help="Processes, of a thread each.")] = os.cpu_count()
