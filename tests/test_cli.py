@@ -92,6 +92,15 @@ def test_text_goes_to_standard_output_and_notes_to_standard_error(folders):
     assert not re.search(r"[ \t]$", notes, re.MULTILINE)
 
 
+@pytest.mark.parametrize("rule", ["token", "coupled", "typical"])
+def test_what_the_summary_says_of_a_sampled_plain_text(folders, rule):
+    arguments = (PROMPT, "--model", folders["target"], "--max-tokens", 12, "--compare")
+    notes = invoke(*arguments, "--temperature", 0.8, "--rule", rule, "--seed", 5).stderr
+    assert ("another sample of the same distribution" in notes) == (rule == "token")
+    assert ("the same text" in notes) == (rule == "coupled")
+    assert ("the text is not a sample of the target" in notes) == (rule == "typical")
+
+
 def test_token_limit_and_plain_decoding_in_the_summary(folders):
     notes = invoke(
         PROMPT, "--model", folders["target"], "--max-tokens", 5, "--drafter", "none"

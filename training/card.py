@@ -17,8 +17,8 @@ Besides them only prompts that were written for it went in (`training/prompts.py
 `training/train_head.py` made the weights and this card.
 
 One projection, {layers} Llama layer, a final norm: {parameters:,} parameters, float16.
-Draft vocabulary: the {vocab:,} ids with the most of the target's probability on the training texts;
-in use the ids of the context join them.
+Draft vocabulary: the {vocab:,} ids with the most of the target's probability on the training texts
+(of the first stage); in use the ids of the context join them.
 
 ## Acceptance on held-out prompts
 

@@ -101,8 +101,8 @@ def generate(
     num_draft_tokens: Annotated[
         int | None,
         typer.Option(
-            help="Tokens drafted per cycle, at most. Default: 4, or 8 with --adaptive; of the head "
-            "1, or 4 with --adaptive."
+            help="Tokens drafted per cycle, at most. Default: 4, or 8 with --adaptive; with the "
+            "head it drafts 1, or 4 with --adaptive, and lookup 4. A number counts for both."
         ),
     ] = None,
     num_branches: Annotated[
@@ -133,7 +133,8 @@ def generate(
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 or less is off.")] = 0,
     top_p: Annotated[
-        float, typer.Option(help="Keep the likeliest tokens of this total probability; 1 is off.")
+        float,
+        typer.Option(help="Keep the likeliest tokens of this total probability; 0 and 1 are off."),
     ] = 1.0,
     min_p: Annotated[
         float, typer.Option(help="Keep tokens of this share of the likeliest's; 0 is off.")
@@ -547,6 +548,10 @@ def _summarise(result: Generation, plain: Generation | None, same_text: bool) ->
         )
         if same_text:
             table.add_row("", _difference(result.tokens, plain.tokens))
+        elif statistics.exact:
+            table.add_row(
+                "", "another sample of the same distribution; --rule coupled gives the same"
+            )
     notes = Console(stderr=True, highlight=False)
     notes.print()
     with notes.capture() as rendered:
