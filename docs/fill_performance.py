@@ -137,13 +137,12 @@ def operation_goals(result: dict[str, Any]) -> str:
 
 
 def loop_goals(result: dict[str, Any]) -> str:
-    shares = [(row["drafter"], row["outside_forwards"]) for row in result["loop"]["cycle"]]
-    return goals(
-        [
-            (f"{drafter}, outside the forwards", "<= 3 % of a cycle", f"{share:.1%}", share <= 0.03)
-            for drafter, share in shares
-        ]
-    )
+    lines = []
+    for row in result["loop"]["cycle"]:
+        share = row["outside_forwards"]
+        what = f"{row['drafter']}, outside the forwards"
+        lines.append((what, "<= 3 % of a cycle", f"{share:.1%}", share <= 0.03))
+    return goals(lines)
 
 
 def machine(result: dict[str, Any]) -> str:

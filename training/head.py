@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from target import Target, rope_tables, rotate
 from torch import Tensor, nn
 
@@ -212,9 +212,9 @@ def start_from(path: Path, head: Head) -> tuple[Tensor, list[dict]]:
     Raises:
         ValueError: the file is of another target, or not of a finished training.
     """
-    tensors = load_file(path)
     with safe_open(path, "pt") as file:
         metadata = file.metadata()
+        tensors = {name: file.get_tensor(name) for name in file.keys()}
     if metadata["target"] != target_name():
         raise ValueError(
             f"[start_from] path: expected a head of {target_name()}, got one of "

@@ -298,8 +298,9 @@ def bench(
         written += plot(result, None, plots)
     for path in written:
         print(f"wrote {path}", file=sys.stderr)
-    reasons = [result[name]["stopped"] for name in ("operation", "loop") if name in result]
-    for reason in filter(None, reasons):
+    # Nothing is measured after a level that stopped.
+    last = result["loop"] if "loop" in result else result["operation"]
+    if reason := last["stopped"]:
         print(f"{reason}: this is what was measured before", file=sys.stderr)
         raise typer.Exit(130 if reason == INTERRUPTED else 1)  # 128 + SIGINT, as shells have it
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from numbers import Real
 from typing import NamedTuple, Union
 
-from .sampling import as_float, describe_number
+from .sampling import as_float, describe_number, is_number
 
 EXACT_RULES = ("token", "block", "coupled")
 """Rules by name. Under each of them the emitted tokens follow the target's distribution."""
@@ -61,7 +60,7 @@ def check_rule(op: str, rule, names: tuple[str, ...]) -> None:
     if isinstance(rule, (Typical, Cascade)) and lossy:
         for field, value in zip(rule._fields, rule):
             name = f"rule.{field}"
-            if isinstance(value, bool) or not isinstance(value, Real):
+            if not is_number(value):
                 raise TypeError(f"[{op}] {name}: expected a number, got {value!r}")
             low, high = _LIMITS[field]
             if not low <= as_float(value) <= high:

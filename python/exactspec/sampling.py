@@ -64,9 +64,7 @@ def check_sampling(op: str, argument: str, sampling: Sampling) -> None:
         if isinstance(value, mx.array):
             continue
         name = f"{argument}.{field}"
-        # The usual types first: abstract classes take ten times as long to ask.
-        usual = type(value) in (float, int)
-        if not usual and (isinstance(value, bool) or not isinstance(value, Real)):
+        if not is_number(value):
             raise TypeError(f"[{op}] {name}: expected a number or an array, got {value!r}")
         if field == "top_k":
             if type(value) is not int and not isinstance(value, Integral):
@@ -80,6 +78,13 @@ def check_sampling(op: str, argument: str, sampling: Sampling) -> None:
         if not legal:
             got = describe_number(value)
             raise ValueError(f"[{op}] {name}: expected a value {expected}, got {got}")
+
+
+def is_number(value) -> bool:
+    """Whether it is a real number of any type; a bool is none."""
+    # The usual types first: abstract classes take ten times as long to ask.
+    usual = type(value) in (float, int)
+    return usual or (isinstance(value, Real) and not isinstance(value, bool))
 
 
 def as_float(number: Real) -> float:

@@ -240,10 +240,10 @@ def _plain_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _plot_shares(plt: Any, rows: list[dict[str, Any]]) -> Any:
     """Share of the limit, a bar for each number of threads; of the first row's dtype and cache."""
-    figure, axis = plt.subplots()
     rows = [r for r in rows if (r["dtype"], r["cold"]) == (rows[0]["dtype"], rows[0]["cold"])]
     labels = list(dict.fromkeys(_size_and_setting(row) for row in rows))
     threads = list(dict.fromkeys(row["threads"] for row in rows))
+    figure, axis = plt.subplots(figsize=(8, 1 + 0.3 * len(labels)))
     height = 0.8 / len(threads)
     for index, count in enumerate(threads):
         of_count = [row for row in rows if row["threads"] == count]
@@ -258,7 +258,6 @@ def _plot_shares(plt: Any, rows: list[dict[str, Any]]) -> Any:
     axis.grid(axis="x", alpha=0.3)
     axis.set_title(f"{rows[0]['dtype']}, {'cold' if rows[0]['cold'] else 'hot'}")
     axis.legend(loc="lower right")
-    figure.set_size_inches(8, 1 + 0.3 * len(labels))
     return figure
 
 
