@@ -40,7 +40,8 @@ def main(files: list[str]) -> None:
                 total += WIDTH
             largest.append(f"{moved:.2g}")
         kind = "float32" if bits is None else f"{bits} bits"
-        print(f"{kind}: largest difference {', '.join(largest)}; argmax changed {changed} of {total}")
+        differences = ", ".join(largest)
+        print(f"{kind}: largest difference {differences}; argmax changed {changed} of {total}")
 
 
 if __name__ == "__main__":

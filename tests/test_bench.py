@@ -41,7 +41,7 @@ def invoke(*arguments, code=0):
     return result
 
 
-@pytest.mark.slow
+@pytest.mark.prove
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_peers_agree_and_are_timed(setting, dtype):
@@ -163,7 +163,7 @@ def test_share_of_the_limit():
     assert row["limit_ms"] == pytest.approx(4)
 
 
-@pytest.mark.slow
+@pytest.mark.prove
 def test_json_of_both_levels_and_plots(folder, tmp_path):
     acceptance = tmp_path / "rules.json"
     lengths = [

@@ -486,7 +486,7 @@ def distant_rows() -> mx.array:
     return rows
 
 
-@pytest.mark.slow
+@pytest.mark.prove
 def test_more_than_2_to_31_elements(backend, distant_rows):
     """Row offsets need 64 bits, along the batch, along the slots, and in the draft."""
     uniforms = mx.full((2, 2), 0.1)

@@ -67,7 +67,7 @@ def folder(tmp_path_factory):
 
 
 # Compiling the C library for another processor takes a minute or more.
-NEON = pytest.param("neon", marks=pytest.mark.slow)
+NEON = pytest.param("neon", marks=pytest.mark.prove)
 
 
 @pytest.mark.parametrize("name", [*FLAGS, NEON])
@@ -102,7 +102,7 @@ def in_process(command: str, **environment: str) -> str:
     return result.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.prove
 @pytest.mark.parametrize("name", ["portable", "avx2"])
 def test_replay(name):
     """The oracle's ids, as ``test_verify_draft.py`` and ``test_sample.py`` test them."""

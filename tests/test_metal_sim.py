@@ -268,7 +268,7 @@ def test_each_row_is_read_once():
 BARRIER = re.compile(r"threadgroup_barrier\([^;]*\);")
 
 
-@pytest.mark.slow
+@pytest.mark.prove
 def test_removed_barriers_of_the_shaders_are_noticed():
     """By reports or other bits."""
     calls = [(c, v) for c in _calls() for v in ("sequence", "split")]

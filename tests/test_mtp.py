@@ -314,7 +314,7 @@ def test_greedy_text_is_that_of_plain_decoding(kind, num_draft_tokens, figure):
         assert other.statistics.drafted > (0 if isinstance(drafter, Adaptive) else 30)
 
 
-@pytest.mark.slow
+@pytest.mark.prove
 @pytest.mark.parametrize(
     "kind", ["some ids", "hot", "block", "coupled", "adaptive", "behind lookup"]
 )
@@ -876,7 +876,7 @@ def default_model():
     return model, tokenizer, load_default_head(model)
 
 
-@pytest.mark.slow
+@pytest.mark.prove
 @pytest.mark.parametrize("prompt", ["Name three rivers in Europe.", "Write a haiku about rain."])
 def test_text_of_the_default_model(default_model, prompt, figure):
     model, tokenizer, head = default_model

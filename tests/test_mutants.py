@@ -99,13 +99,13 @@ def workspace(tmp_path_factory):
     return Workspace(tmp_path_factory.mktemp("mutants"))
 
 
-@pytest.mark.slow
+@pytest.mark.prove
 def test_without_a_fault(workspace):
     tests = sorted({test for mutant in MUTANTS for test in mutant.tests})
     assert set(workspace.test(tuple(tests)).values()) == {""}
 
 
-@pytest.mark.slow
+@pytest.mark.prove
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_mutant(workspace, mutant):
     """Each of the fault's tests fails, by an assertion of its own."""

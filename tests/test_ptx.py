@@ -111,7 +111,7 @@ kernel void indexed(device float* x [[buffer(0)]], const device int* at [[buffer
 """
 
 
-@pytest.mark.slow
+@pytest.mark.prove
 @pytest.mark.parametrize(
     "operation, constants, kernels",
     [case[:1] + case[2:] for case in CASES],

@@ -30,7 +30,7 @@ def encode(tokenizer, prompt):
     return tokenizer.apply_chat_template(messages, add_generation_prompt=True)
 
 
-@pytest.mark.slow
+@pytest.mark.prove
 @pytest.mark.parametrize("name", list(PROMPTS))
 def test_greedy_text_is_that_of_plain_decoding(default_model, figure, name):
     model, tokenizer = default_model
@@ -60,7 +60,7 @@ def test_greedy_text_is_that_of_plain_decoding(default_model, figure, name):
             assert result.statistics.tokens_per_cycle > 2
 
 
-@pytest.mark.slow
+@pytest.mark.prove
 @pytest.mark.parametrize("name", list(PROMPTS))
 def test_coupled_text_does_not_depend_on_the_drafter(default_model, figure, name):
     """The same key gives the same text, bit for bit, plain or with whatever drafter."""
@@ -99,7 +99,7 @@ def test_coupled_text_does_not_depend_on_the_drafter(default_model, figure, name
     figure(f"texts of {len(drafters)} that part from plain decoding", differences)
 
 
-@pytest.mark.slow
+@pytest.mark.prove
 def test_sampled_text_is_as_likely_as_the_model_says(default_model, figure):
     model, tokenizer = default_model
     prompt = encode(tokenizer, EXAMPLE)
@@ -127,7 +127,7 @@ def test_sampled_text_is_as_likely_as_the_model_says(default_model, figure):
     assert abs(deviation) < 4
 
 
-@pytest.mark.slow
+@pytest.mark.prove
 def test_examples_of_the_documentation_run(capsys):
     page = Path(__file__).parents[1].joinpath("docs/decoding.md").read_text(encoding="utf-8")
     examples = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
