@@ -54,3 +54,21 @@ def test_checks_of_a_gpu_pass_on_the_simulated_one(monkeypatch):
         ok, detail = check(None)
         assert ok, detail
     simulator.check()
+
+
+def test_an_interrupted_check_leaves_the_choice_of_the_variant_as_it_was(monkeypatch):
+    chosen = []
+
+    class Extension:
+        @staticmethod
+        def set_metal_tuning(*choice):
+            chosen.append(choice)
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(doctor, "_ext", Extension)
+    monkeypatch.setattr(doctor, "verify_draft", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        doctor._variants(mx.cpu)
+    assert chosen == [(1, 0), (0, 0)]

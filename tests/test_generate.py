@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import multiprocessing
+import pickle
+import re
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 
 import mlx.core as mx
@@ -514,10 +518,10 @@ def test_text_and_finish_reason():
     target = counting_model()
     items = list(stream_generate(target, TOKENIZER, "w12", drafter=PromptLookup(), max_tokens=9))
     assert [item.token for item in items] == [13, 14, 15, 0]
-    assert "".join(item.text for item in items) == "w13 w14 w15"
+    assert "".join(item.text for item in items) == " w13 w14 w15"
     assert [item.finish_reason for item in items] == [None, None, None, "stop"]
     result = run(target, mx.array([1, 2]), max_tokens=3)
-    assert (result.text, result.finish_reason) == ("w3 w4 w5", "length")
+    assert (result.text, result.finish_reason) == (" w3 w4 w5", "length")
 
 
 def test_statistics():
@@ -604,6 +608,36 @@ def test_nan_of_the_target(num_draft_tokens, slot):
     with pytest.raises(NonFiniteLogitsError) as caught:
         run(target, [1], drafter=drafter)
     assert caught.value.partial.tokens == tokens and caught.value.partial.finish_reason is None
+
+
+def fail_on_nan():
+    target = TableModel(counting_model().table * mx.where(mx.arange(16) == 5, mx.nan, 1)[:, None])
+    return run(target, [1], drafter=FixedDrafter([2, 3, 4, 5]))
+
+
+def check_copied_error(error):
+    assert isinstance(error, NonFiniteLogitsError)
+    assert (error.sequence, error.slot, error.side) == (0, 4, "target")
+    assert re.match(r"\[stream_generate\] target logits: .* sequence 0, slot 4$", str(error))
+    assert error.partial.tokens == [2, 3, 4, 5]
+    assert error.partial.statistics.generated_tokens == 4
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, lambda error: pickle.loads(pickle.dumps(error))]
+)
+def test_the_error_can_be_copied_and_pickled(copied):
+    with pytest.raises(NonFiniteLogitsError) as caught:
+        fail_on_nan()
+    check_copied_error(caught.value)
+    check_copied_error(copied(caught.value))
+
+
+@pytest.mark.prove
+def test_the_error_comes_out_of_a_process_pool():
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        check_copied_error(pool.submit(fail_on_nan).exception(timeout=300))
 
 
 @pytest.mark.parametrize(("num_draft_tokens", "slot"), [(3, 0), (2, 1)])

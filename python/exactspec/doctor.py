@@ -170,12 +170,16 @@ def _variants(device) -> tuple[bool, str]:
     same = total = 0
     for target, tokens, further in _problems():
         results = []
-        for variant, max_threads in ((1, 0), (2, 0), (2, 32)):
-            _ext.set_metal_tuning(variant, max_threads)
-            result = verify_draft(target, tokens, **further, logprobs="filtered", stream=device)
-            mx.eval(result.tokens, result.logprobs)
-            results.append((np.array(result.tokens), np.array(result.logprobs)))
-        _ext.set_metal_tuning(0, 0)
+        try:
+            for variant, max_threads in ((1, 0), (2, 0), (2, 32)):
+                _ext.set_metal_tuning(variant, max_threads)
+                result = verify_draft(
+                    target, tokens, **further, logprobs="filtered", stream=device
+                )
+                mx.eval(result.tokens, result.logprobs)
+                results.append((np.array(result.tokens), np.array(result.logprobs)))
+        finally:
+            _ext.set_metal_tuning(0, 0)
         total += 1
         same += all(
             np.array_equal(a, b, equal_nan=True)

@@ -12,6 +12,7 @@ import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .cached_model import CachedModel
+from .detokenizer import Detokenizer
 from .drafters import MAX_DRAFT_TOKENS, Draft, Drafter, depths, propose
 from .ops import PLACEHOLDER_TOKEN, Status, verify_draft
 from .rules import EXACT_RULES, Rule, Typical, check_rule, is_exact
@@ -30,14 +31,17 @@ class NonFiniteLogitsError(ArithmeticError):
     """
 
     def __init__(self, sequence: int, slot: int, side: str):
-        super().__init__(
-            f"[stream_generate] {side} logits: expected finite values or -inf, got NaN, +inf or no "
-            f"finite value in sequence {sequence}, slot {slot}"
-        )
+        super().__init__(sequence, slot, side)  # what copying and pickling pass here again
         self.sequence = sequence
         self.slot = slot
         self.side = side
         self.partial: Generation | None = None
+
+    def __str__(self) -> str:
+        return (
+            f"[stream_generate] {self.side} logits: expected finite values or -inf, got NaN, +inf "
+            f"or no finite value in sequence {self.sequence}, slot {self.slot}"
+        )
 
 
 @dataclass
@@ -137,7 +141,9 @@ class GeneratedToken(NamedTuple):
 
     Attributes:
         text: the text that became certain with this token; may be empty, since a character can
-            take several tokens. A stop token has no text of its own.
+            take several tokens. A stop token has no text of its own. All of them joined are what
+            the tokenizer's ``decode``, without tidying spaces up, adds to the prompt's text for
+            the new tokens; bytes that are no UTF-8 are U+FFFD.
         token: its id.
         source: ``"draft"``: an accepted draft token; ``"residual"``: drawn where a draft token was
             rejected; ``"bonus"``: drawn after a draft that was accepted whole, or without any.
@@ -220,7 +226,9 @@ def stream_generate(
     Args:
         model: an mlx-lm language model.
         tokenizer: its tokenizer, as from ``mlx_lm.load``, or a Hugging Face tokenizer.
-        prompt: text, or token ids (integers, or an array ``[n]`` of them), at least one token.
+        prompt: text, or token ids (integers, or an array ``[n]`` of them), at least one token. Text
+            gets the tokenizer's special tokens, such as one that begins a text, unless it begins
+            with that token itself or continues a ``prompt_cache`` that holds some text.
         drafter: proposes tokens, such as ``PromptLookup`` or ``DraftModel``. Default: none,
             which is plain decoding.
         sampling: temperature and filters; numbers, or arrays of shape ``[]``.
@@ -255,7 +263,8 @@ def stream_generate(
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
     target = CachedModel(model, prompt_cache)
-    prompt = _prompt_tokens(prompt, tokenizer, target.vocab_size)
+    is_new = all(layer.empty() for layer in target.cache)
+    prompt = _prompt_tokens(prompt, tokenizer, target.vocab_size, is_new)
     if drafter is None:
         drafter = Drafter()
     else:
@@ -267,7 +276,7 @@ def stream_generate(
     else:
         stop_tokens = _token_ids("stop_tokens", "token ids", stop_tokens)
     stop_tokens = frozenset(stop_tokens)
-    detokenizer = tokenizer.detokenizer
+    detokenizer = Detokenizer(tokenizer, prompt)
     statistics = Statistics(prompt_tokens=len(prompt))
     clock = _PhaseClock(statistics, profile)
     if seed is None:
@@ -483,22 +492,21 @@ def _stream(
     cycle: _Cycle,
     room: int,
     stop_tokens: frozenset[int],
-    detokenizer: Any,
+    detokenizer: Detokenizer,
     statistics: Statistics,
 ) -> list[GeneratedToken]:
     """The tokens of a cycle up to a stop token, at most ``room``, with their text."""
     items = []
     for token, source, logprob in zip(cycle.tokens, cycle.sources, cycle.logprobs):
-        finish_reason = None
+        finish_reason, text = None, ""
         if token in stop_tokens:
             finish_reason = "stop"
         else:
-            detokenizer.add_token(token)
+            text = detokenizer.add(token)
             if len(items) + 1 == room:
                 finish_reason = "length"
         if finish_reason is not None:
-            detokenizer.finalize()
-        text = detokenizer.last_segment
+            text += detokenizer.finish()
         items.append(GeneratedToken(text, token, source, logprob, finish_reason, statistics))
         if finish_reason is not None:
             break
@@ -527,12 +535,15 @@ class _PhaseClock:
 
 
 def _prompt_tokens(
-    prompt: str | list[int] | mx.array, tokenizer: TokenizerWrapper, vocab_size: int
+    prompt: str | list[int] | mx.array,
+    tokenizer: TokenizerWrapper,
+    vocab_size: int,
+    is_new: bool,
 ) -> list[int]:
     if isinstance(prompt, str):
         # A chat template may have put the beginning-of-text token there already.
         has_bos = tokenizer.bos_token is not None and prompt.startswith(tokenizer.bos_token)
-        prompt = tokenizer.encode(prompt, add_special_tokens=not has_bos)
+        prompt = tokenizer.encode(prompt, add_special_tokens=is_new and not has_bos)
     elif isinstance(prompt, mx.array):
         if prompt.ndim != 1 or not mx.issubdtype(prompt.dtype, mx.integer):
             raise ValueError(
