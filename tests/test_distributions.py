@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from exactspec import (
+    PLACEHOLDER_TOKEN,
     SparseDistribution,
     acceptance_probability,
     residual_distribution,
@@ -42,15 +45,45 @@ def test_emitted_law_is_the_target(target, draft):
 @given(st.integers(1, 12).flatmap(lambda v: st.tuples(sparse(v), sparse(v))))
 def test_sparse_and_dense_agree(pair):
     target, draft = pair
-    marginal = speculative_output_marginal(target, draft)
-    np.testing.assert_allclose(marginal, target.to_dense(), rtol=0, atol=EXACT)
     dense = residual_distribution(target.to_dense(), draft.to_dense())
+    for target_side, draft_side in itertools.product(
+        (target, target.to_dense()), (draft, draft.to_dense())
+    ):
+        marginal = speculative_output_marginal(target_side, draft_side)
+        residual = residual_distribution(target_side, draft_side)
+        # The residual lies within the target's support, so a sparse target's is sparse.
+        if target_side is target:
+            assert isinstance(marginal, SparseDistribution)
+            assert isinstance(residual, SparseDistribution)
+            marginal, residual = marginal.to_dense(), residual.to_dense()
+        np.testing.assert_allclose(marginal, target.to_dense(), rtol=0, atol=EXACT)
+        np.testing.assert_allclose(residual, dense, rtol=0, atol=EXACT)
+        ids = np.arange(-2, target.vocab_size + 2)
+        accept = acceptance_probability(target_side, draft_side, ids)
+        for token, probability in zip(ids, accept):
+            assert acceptance_probability(target_side, draft_side, token) == probability
+            one_by_one = acceptance_probability(target.to_dense(), draft.to_dense(), token)
+            assert probability == one_by_one
+
+
+def test_sparse_stays_sparse():
+    """No array of the vocabulary's length could be made here: 8 TB."""
+    size = 2**40
+    target = SparseDistribution(np.array([size - 1, 3]), np.array([0.75, 0.25]), size)
+    draft = SparseDistribution(np.array([3, 5, size - 1]), np.array([0.5, 0.25, 0.25]), size)
+    ids = np.array([3, 5, size - 1, 4])
+    assert acceptance_probability(target, draft, ids).tolist() == [0.5, 0, 1, 0]
+    assert acceptance_probability(target, draft, 3) == 0.5
     residual = residual_distribution(target, draft)
-    np.testing.assert_allclose(residual.to_dense(), dense, rtol=0, atol=EXACT)
-    for token in range(target.vocab_size):
-        assert acceptance_probability(target, draft, token) == pytest.approx(
-            acceptance_probability(target.to_dense(), draft.to_dense(), token)
-        )
+    assert (residual.token_ids.tolist(), residual.probs.tolist()) == ([size - 1], [1.0])
+    assert residual_distribution(target, target) is target
+    marginal = speculative_output_marginal(target, draft)
+    assert marginal.token_ids.tolist() == [3, size - 1]
+    np.testing.assert_allclose(marginal.probs, [0.25, 0.75], rtol=0, atol=EXACT)
+    # A dense side of another length.
+    assert residual_distribution(target, np.array([0.5, 0.5])).vocab_size == size
+    dense = residual_distribution(np.array([0.0, 0.0, 0.0, 1.0]), draft)
+    assert dense.tolist() == [0, 0, 0, 1]
 
 
 @given(st.integers(1, 12).flatmap(lambda v: st.tuples(probabilities(v), probabilities(v))))
@@ -87,17 +120,47 @@ def test_acceptance():
     assert [acceptance_probability(target, one_hot, i) for i in range(3)] == [0.25, 1.0, 0.0]
 
 
-def test_used_as_mtplx_uses_it():
-    """Positional arguments and fields as ``mtplx.generation`` calls them."""
-    target = SparseDistribution(np.array([3, 5]), np.array([0.75, 0.25]), 8)
-    draft = SparseDistribution.one_hot(3, int(target.vocab_size))
-    assert acceptance_probability(target, draft, int(np.int64(3))) == 0.75
-    residual = residual_distribution(target, draft)
-    assert isinstance(residual, SparseDistribution) and residual.vocab_size == 8
-    rng = np.random.default_rng(0)
-    assert int(rng.choice(residual.token_ids, p=residual.probs)) == 5
-    mixed = residual_distribution(target, draft.to_dense())
-    assert isinstance(mixed, np.ndarray) and mixed.tolist() == residual.to_dense().tolist()
+@pytest.mark.parametrize("target_is_sparse", [False, True])
+@pytest.mark.parametrize("draft_is_sparse", [False, True])
+def test_ids_that_are_no_token_of_the_target_are_never_accepted(target_is_sparse, draft_is_sparse):
+    """Negative ids, the placeholder of ragged drafts among them, and ids beyond both widths."""
+    target, draft = np.array([0.2, 0.8]), np.array([0.8, 0.2])
+    if target_is_sparse:
+        target = SparseDistribution(np.arange(2), target, 2)
+    if draft_is_sparse:
+        draft = SparseDistribution(np.arange(2), draft, 2)
+    for token in (PLACEHOLDER_TOKEN, -2, -(2**40), 2, 5, 2**40):
+        assert acceptance_probability(target, draft, token) == 0.0
+        assert acceptance_probability(target, draft, np.int64(token)) == 0.0
+    ids = np.array([[0, -1, 1], [5, 1, -7]])
+    assert acceptance_probability(target, draft, ids).tolist() == [[0.25, 0, 1], [0, 1, 0]]
+    with pytest.raises(ValueError, match=r"^\[distributions\] token_id: expected integers"):
+        acceptance_probability(target, draft, 0.5)
+
+
+def test_an_id_of_one_side_only():
+    narrow, wide = np.array([0.25, 0.75]), np.array([0.5, 0.25, 0.25])
+    assert acceptance_probability(narrow, wide, 2) == 0.0
+    # The draft cannot have drawn it: accepted, as the target can produce it.
+    assert acceptance_probability(wide, narrow, 2) == 1.0
+
+
+def test_ids_must_go_with_the_rows():
+    rows = np.full((3, 4), 0.25)
+    assert acceptance_probability(rows, rows, np.array([1, -1, 4])).tolist() == [1, 0, 0]
+    assert acceptance_probability(rows, rows[0], 1).tolist() == [1, 1, 1]
+    with pytest.raises(ValueError, match=r"token_id: expected an id or ids \[3\], got ids \[2\]"):
+        acceptance_probability(rows, rows, np.array([1, 2]))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -0.5])
+@pytest.mark.parametrize("side", ["target", "draft"])
+def test_acceptance_checks_the_entries_it_reads(side, bad):
+    good = np.array([0.5, 0.5])
+    pair = {"target": good, "draft": good, side: np.array([0.5, bad])}
+    assert acceptance_probability(**pair, token_id=0) == 1.0
+    with pytest.raises(ValueError, match=rf"^\[distributions\] {side}: expected finite"):
+        acceptance_probability(**pair, token_id=1)
 
 
 def test_repeated_ids_add_up():
@@ -105,6 +168,7 @@ def test_repeated_ids_add_up():
     assert twice.token_ids.tolist() == [1, 4]
     assert twice.probs.tolist() == [0.5, 0.5]
     assert twice.probability(4) == 0.5 and twice.probability(0) == 0.0
+    assert twice.probability(np.array([4, -1, 9])).tolist() == [0.5, 0, 0]
     assert twice.to_dense().tolist() == [0, 0.5, 0, 0, 0.5, 0]
 
 
@@ -122,6 +186,8 @@ def test_inputs_are_not_written_to():
         ([], [], "probs: expected a positive sum, got no mass"),
         ([3], [1.0], r"token_ids: expected ids in \[0, 3\), got 3 to 3"),
         ([-1], [1.0], "token_ids: expected ids"),
+        ([0.5], [1.0], "token_ids: expected integers, got float64"),
+        ([0, 1], [1e308, 1e308], "probs: expected finite probabilities"),
         ([0], [np.nan], "probs: expected finite probabilities"),
         ([0, 1], [2.0, -1.0], "probs: expected finite probabilities"),
         ([0], [0.0], "probs: expected a positive sum"),
