@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import importlib.metadata
 import os
+import platform
 import sys
 
 
@@ -40,10 +41,34 @@ def use_openblas() -> None:
 
 def main() -> None:
     """Run the ``exactspec`` command, with OpenBLAS where MLX has only the reference BLAS."""
-    use_openblas()
-    from exactspec.cli import main as run
-
+    try:
+        use_openblas()
+        from exactspec.cli import main as run
+    except (ImportError, OSError) as error:
+        # Without the package that would print it.
+        if sys.argv[1:2] == ["doctor"]:
+            for name, value in _versions().items():
+                print(f"{name:17}{value}")
+            print(f"FAILED import: {_one_line(error)}")
+        else:
+            print("error:", _one_line(error), file=sys.stderr)
+        sys.exit(1)
     run()
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def _versions() -> dict[str, str]:
+    """What is known of this installation without importing any of it."""
+    versions = {}
+    for name in ("exactspec", "mlx", "mlx-lm", "scipy-openblas32"):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    return {**versions, "python": platform.python_version(), "system": platform.platform()}
 
 
 def _installed_file(distribution: str, name: str) -> str:
