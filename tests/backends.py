@@ -18,6 +18,10 @@ class Backend(NamedTuple):
     simulated: bool = False  # thousands of times slower than the device it stands for
 
 
+# MLX hands composed operations to a C++ compiler, seconds for each graph.
+COMPILED_SOON = ("cpu", "metal-sim")
+
+
 def simulated(operation: str) -> Callable:
     """An operation on the simulated GPU, whose extension is built when it is first used."""
 

@@ -28,7 +28,7 @@ def stratified_block(scenario: str) -> str:
 
 
 def replay(rule: str) -> str:
-    return f"tests/test_verify_draft.py::test_replay[cpu-{rule}]"
+    return f"tests/test_verify_draft.py::test_replay[cpu-{rule}-300]"
 
 
 def tree(name: str) -> str:
@@ -207,7 +207,7 @@ MUTANTS = [
         "    word[kWidth + j] = static_cast<float>(words.second);",
         "word[kWidth + j] = static_cast<float>(words.first);\n"
         "    word[j] = static_cast<float>(words.second);",
-        ("tests/test_rules.py::test_gumbel_of_keys[cpu]", replay("coupled")),
+        ("tests/test_rules.py::test_gumbel_of_keys[cpu-10000]", replay("coupled")),
     ),
     Mutant(
         "coupled: a uniform may round to 1",
@@ -285,7 +285,7 @@ MUTANTS = [
         TREE,
         "parent(node) != at ||",
         "parent(node) > at ||",
-        (tree("replay[cpu]"), tree("chi_square[with-cpu]")),
+        (tree("replay[cpu-1000]"), tree("chi_square[with-cpu]")),
     ),
     Mutant(
         "draft noise used again for the verification",
@@ -349,6 +349,6 @@ MUTANTS = [
         DRAFTERS,
         "draft_vocab[token])",
         "mx.roll(draft_vocab, 1)[token])",
-        (mtp("joint_distribution_of_consecutive_tokens[some ids]"),),
+        (mtp("joint_distribution_of_consecutive_tokens[some ids-3000]"),),
     ),
 ]

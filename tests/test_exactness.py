@@ -76,6 +76,10 @@ SCENARIOS = {
     "bitmask": Scenario(2, vocab_size=4, allowed=0b1011),
     "masked-logits": Scenario(vocab_size=6, masked_target=(0, 4), masked_draft=(1, 4)),
 }
+# One of each kind of draft, and one filter on either side.
+QUICK_SCENARIOS = [
+    *("dense", "sparse", "one-hot-2", "vocab", "masked-logits", "top-k-draft", "min-p"),
+]
 
 
 def grid_size(num_draft_tokens: int, coarse: bool) -> int:
@@ -277,6 +281,7 @@ def continued(scenario: Scenario, prefix: tuple[int, ...], rest: tuple[int, ...]
     return prob
 
 
+@pytest.mark.quick(name=QUICK_SCENARIOS)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_stratified_block(backend, figure, name):
     scenario = SCENARIOS[name]
@@ -285,6 +290,7 @@ def test_stratified_block(backend, figure, name):
     figure("stratified error, as a share of its bound", error)
 
 
+@pytest.mark.quick(name=QUICK_SCENARIOS)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_stratified(backend, figure, name):
     scenario = SCENARIOS[name]
@@ -381,14 +387,16 @@ def test_narrow_chi_square_sees_reused_noise(backend):
     assert chi_square(tokens[:, 0], probs, 10**6)[1] < CHI_SQUARE_P
 
 
+@pytest.mark.quick(num_draws=[8_000])
+@pytest.mark.parametrize("num_draws", [8_000, NUM_DRAWS])
 @pytest.mark.parametrize("backend", SAMPLED_BACKENDS, ids=lambda backend: backend.name)
-def test_wide_chi_square(backend, figure):
+def test_wide_chi_square(backend, figure, num_draws):
     """V = 4096, two blocks of the draw, bins of about 1 % of the mass."""
     rng = np.random.default_rng(4096)
     target = rng.normal(size=(2, 4096)).astype(np.float32) * 2
     draft = target[:1] + rng.normal(size=(1, 4096)).astype(np.float32)
-    # Composed operations read such rows at 2000 a second.
-    num_draws = NUM_DRAWS if backend.fused else NUM_DRAWS // 4
+    if not backend.fused:  # composed operations read such rows at 2000 a second
+        num_draws = min(num_draws, NUM_DRAWS // 4)
     tokens, num_accepted, status = first_tokens(
         backend, mx.array(target), mx.array(draft), num_draws=num_draws
     )

@@ -128,7 +128,7 @@ def test_greedy_text_is_that_of_plain_decoding(kind, num_draft_tokens, figure):
     assert {"same model": rate == 1, "similar model": 0.1 < rate < 1}.get(kind, rate < 0.5)
 
 
-@pytest.mark.prove
+@pytest.mark.quick(kind=["block", "tree"])
 @pytest.mark.parametrize(
     "kind",
     [

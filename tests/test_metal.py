@@ -160,6 +160,7 @@ def assert_same_bits(first, second):
         np.testing.assert_array_equal(a.view(np.uint32), b.view(np.uint32))
 
 
+@pytest.mark.quick(name=["both"])
 @pytest.mark.parametrize("kind", DRAFTS)
 @pytest.mark.parametrize("name", FILTERS)
 def test_same_bits_however_it_is_spread(kind, name):
@@ -170,6 +171,7 @@ def test_same_bits_however_it_is_spread(kind, name):
         assert_same_bits(first, run(*arguments, spread))
 
 
+@pytest.mark.quick(name=["sequential"])
 @pytest.mark.parametrize("name", ["temperature", "sequential"])
 @pytest.mark.parametrize("rule, kind", [
     *(("block", kind) for kind in DRAFTS),
@@ -188,6 +190,7 @@ def test_rules_have_the_same_bits_however_a_call_is_spread(rule, kind, name):
         assert_same_bits(first, run(*arguments, spread))
 
 
+@pytest.mark.quick(kind=["repeats"])
 @pytest.mark.parametrize("replacement", [True, False], ids=["with", "without"])
 @pytest.mark.parametrize("kind", DRAFTS)
 def test_trees_have_the_same_bits_however_a_call_is_spread(kind, replacement):
@@ -199,6 +202,7 @@ def test_trees_have_the_same_bits_however_a_call_is_spread(kind, replacement):
             assert_same_bits(first, run(*arguments, spread))
 
 
+@pytest.mark.quick(kind=["sparse"])
 @pytest.mark.parametrize("kind", DRAFTS)
 def test_statistics_have_the_same_bits_for_every_group_size(kind):
     target, tokens, arguments = problem(2, 2, 4099, kind, FILTERS["both"])
@@ -290,6 +294,9 @@ CUT_SAMPLINGS = [
 ] + [oracle.Sampling(0.7, 2, 0.5), oracle.Sampling(0.7, 0, 0.9, 0.0, "temperature_last")]
 
 
+@pytest.mark.quick(
+    name=["two values", "outlier", "widest", "few finite", "512 finite", "one id", "16-bit ties"]
+)
 @pytest.mark.parametrize("masked", (False, True), ids=("", "masked"))
 @pytest.mark.parametrize("dtype, name, row", CUTS, ids=[f"{c[0]}-{c[1]}" for c in CUTS])
 def test_cut_of_any_row(dtype, name, row, masked):

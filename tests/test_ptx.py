@@ -111,13 +111,13 @@ kernel void indexed(device float* x [[buffer(0)]], const device int* at [[buffer
 """
 
 
-@pytest.mark.prove
+@pytest.mark.quick(name=["stats sparse"])
 @pytest.mark.parametrize(
-    "operation, constants, kernels",
-    [case[:1] + case[2:] for case in CASES],
+    "operation, name, constants, kernels",
+    CASES,
     ids=[f"{case[0]}-{case[1]}" for case in CASES],
 )
-def test_kernels_need_no_stack(operation, constants, kernels, figure):
+def test_kernels_need_no_stack(operation, name, constants, kernels, figure):
     shader = ROOT / "metal" / f"{operation}.metal"
     usage = ptx.assemble(shader, [f"{operation}_{k}" for k in kernels], constants)
     for kernel in kernels:

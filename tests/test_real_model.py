@@ -30,12 +30,13 @@ def encode(tokenizer, prompt):
     return tokenizer.apply_chat_template(messages, add_generation_prompt=True)
 
 
-@pytest.mark.prove
+@pytest.mark.quick(name=["copy"], max_tokens=[20])
 @pytest.mark.parametrize("name", list(PROMPTS))
-def test_greedy_text_is_that_of_plain_decoding(default_model, figure, name):
+@pytest.mark.parametrize("max_tokens", [20, 40])
+def test_greedy_text_is_that_of_plain_decoding(default_model, figure, name, max_tokens):
     model, tokenizer = default_model
     prompt = encode(tokenizer, PROMPTS[name])
-    options = {"sampling": Sampling(temperature=0), "max_tokens": 40}
+    options = {"sampling": Sampling(temperature=0), "max_tokens": max_tokens}
     plain = generate(model, tokenizer, prompt, **options)
     # The model drafting for itself is right nearly always, so that whole drafts are accepted.
     drafters = [
@@ -99,7 +100,6 @@ def test_coupled_text_does_not_depend_on_the_drafter(default_model, figure, name
     figure(f"texts of {len(drafters)} that part from plain decoding", differences)
 
 
-@pytest.mark.prove
 def test_sampled_text_is_as_likely_as_the_model_says(default_model, figure):
     model, tokenizer = default_model
     prompt = encode(tokenizer, EXAMPLE)
@@ -127,7 +127,6 @@ def test_sampled_text_is_as_likely_as_the_model_says(default_model, figure):
     assert abs(deviation) < 4
 
 
-@pytest.mark.prove
 def test_examples_of_the_documentation_run(capsys):
     page = Path(__file__).parents[1].joinpath("docs/decoding.md").read_text(encoding="utf-8")
     examples = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)

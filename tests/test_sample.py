@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import mlx.core as mx
 import numpy as np
 import oracle
@@ -53,10 +55,13 @@ def check_replay(backend, problem) -> tuple[int, int]:
     return len(clear), int(wanted.ties.sum())
 
 
+@pytest.mark.quick(num_problems=[60])
+@pytest.mark.parametrize("num_problems", [60, 300])
 @pytest.mark.parametrize("rule", ["independent", "coupled"])
-def test_replay(backend, figure, rule):
+def test_replay(backend, figure, rule, num_problems):
     """The same noise gives the oracle's ids, on all kinds of input."""
-    ties = replay(sample_problems(rule), lambda problem: check_replay(backend, problem), 300)
+    check = partial(check_replay, backend)
+    ties = replay(sample_problems(rule), check, num_problems)
     figure("share of ties", ties)
     assert ties <= TIE_SHARE
 

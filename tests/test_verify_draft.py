@@ -83,10 +83,13 @@ def check_replay(backend, problem) -> tuple[int, int]:
     return len(clear), int(wanted.ties.sum())
 
 
+@pytest.mark.quick(num_problems=[40])
+@pytest.mark.parametrize("num_problems", [40, 300])
 @pytest.mark.parametrize("rule", RULES)
-def test_replay(backend, figure, rule):
+def test_replay(backend, figure, rule, num_problems):
     """The same noise gives the oracle's ids, on all kinds of input."""
-    num_problems = 100 if backend.simulated else 300
+    if backend.simulated:
+        num_problems = min(num_problems, 100)
     ties = replay(
         verify_problems(rule), lambda problem: check_replay(backend, problem), num_problems
     )

@@ -12,7 +12,7 @@ import numpy as np
 import oracle
 import oracle_tree
 import pytest
-from backends import BACKENDS
+from backends import BACKENDS, COMPILED_SOON
 from exactspec import Sampling
 from hypothesis import given as hypothesis_given
 from hypothesis import settings
@@ -218,6 +218,7 @@ def frequencies_of(backend, grid: int) -> Laws:
     return laws
 
 
+@pytest.mark.quick(parents=[(-1, -1)])
 @pytest.mark.parametrize("kind", DRAFTS)
 @pytest.mark.parametrize("parents", [(-1,), (-1, -1), (-1, 0)], ids=str)
 def test_stratified(backend, figure, parents, kind):
@@ -336,11 +337,13 @@ def check_replay(backend, problem) -> tuple[int, int, int]:
     return len(clear), int(wanted.ties.sum()), int(wanted.num_accepted.sum())
 
 
-def test_replay(backend, figure):
+@pytest.mark.quick(examples=[80])
+@pytest.mark.parametrize("examples", [80, 1000])
+def test_replay(backend, figure, examples):
     """The same uniforms give the oracle's ids, on all kinds of input."""
     seen = []
-
-    examples = 500 if backend.simulated else 1000
+    if backend.simulated:
+        examples = min(examples, 500)
 
     @settings(max_examples=examples, derandomize=True, deadline=None, database=None)
     @hypothesis_given(tree_problems())
@@ -357,6 +360,7 @@ def test_replay(backend, figure):
 MANY_SIBLINGS = np.array([-1, -1, -1, -1, -1, 0, 0, 0, 1, 1, 1, 8, 8])
 
 
+@pytest.mark.quick(kind=["dense", "sparse"])
 @pytest.mark.parametrize("replacement", [True, False], ids=["with", "without"])
 @pytest.mark.parametrize("kind", ["dense", "padded", "vocab", "sparse", "one-hot"])
 def test_replay_many_siblings(backend, figure, kind, replacement):
@@ -436,6 +440,7 @@ def check_result(result, tokens, path, status) -> None:
 UNIFORM = [0.25, 0.25, 0.25, 0.25]
 
 
+@pytest.mark.quick(kind=["sparse"], replacement=[False])
 @pytest.mark.parametrize("kind", ["dense", "sparse", "one-hot"])
 @pytest.mark.parametrize("replacement", [True, False])
 def test_a_chain_is_a_draft(backend, kind, replacement):
@@ -761,6 +766,7 @@ def test_seed(backend):
     assert first[0] != first[1]
 
 
+@pytest.mark.quick(backend=COMPILED_SOON)
 @pytest.mark.parametrize("replacement", [True, False], ids=["with", "without"])
 def test_compile(backend, replacement):
     @mx.compile
@@ -777,6 +783,7 @@ def test_compile(backend, replacement):
         assert_same(verify(given, sampling), wanted)
 
 
+@pytest.mark.quick(backend=COMPILED_SOON)
 def test_compile_shapeless(backend):
     """Another batch size neither fails nor gives another result."""
     compiled = mx.compile(lambda given: backend.verify_tree(**given).tokens)
