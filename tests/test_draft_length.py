@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import random
 
+import mlx.core as mx
 import pytest
+from exactspec import Sampling
 from exactspec.draft_length import DraftLength
+from exactspec.drafters import Adaptive, Draft, Drafter, Hybrid, no_draft, propose
 
 MOST = 8
 
@@ -154,3 +157,124 @@ def test_a_choice_has_no_memory_of_its_own():
     for _ in range(100):
         simulation.run(1, 0.5)
         assert len({simulation.length.choose(MOST) for _ in range(3)}) == 1
+
+
+# Drafters that ask others
+
+
+class Scripted(Drafter):
+    """Proposes up to four tokens, each accepted with a probability; and nothing now and then."""
+
+    num_draft_tokens = 4
+
+    def __init__(self, acceptance: float, *, offered: float = 1.0):
+        self.acceptance = acceptance
+        self.offered = offered
+        self.drafted = self.observed = self.cycles = 0
+
+    def draft(self, limit, key):
+        if cycles_random.random() >= self.offered:
+            return no_draft()
+        # The tokens tell whose they are: there is no model.
+        return Draft(mx.full((min(limit, 4),), id(self) % 2**31, mx.int32))
+
+    def observe(self, num_drafts, num_accepted, seconds):
+        self.observed += num_drafts
+        self.cycles += 1
+
+
+class Chosen(Drafter):
+    """A combination that is not the package's: asks all in turns."""
+
+    def __init__(self, *parts):
+        self.parts = parts
+        self.turn = 0
+
+    def begin(self, prompt, **options):
+        for part in self.parts:
+            part.begin(prompt, **options)
+
+    def draft(self, limit, key):
+        self.turn = (self.turn + 1) % len(self.parts)
+        return propose(self.parts[self.turn], limit, key)
+
+    def observe(self, num_drafts, num_accepted, seconds):
+        for i, part in enumerate(self.parts):
+            part.observe(*((num_drafts, num_accepted) if i == self.turn else (0, 0)), seconds)
+
+    def extend(self, tokens, num_accepted):
+        for i, part in enumerate(self.parts):
+            part.extend(tokens, num_accepted if i == self.turn else 0)
+
+
+def cycle_through(drafter: Drafter, parts: list[Scripted], cost, count: int) -> list:
+    """Who drafted in each of ``count`` cycles, None where nobody did."""
+    proposers = []
+    owners = {id(part) % 2**31: part for part in parts}
+    for _ in range(count):
+        draft = propose(drafter, 254, mx.zeros((2,), mx.uint32))
+        drafted = draft.draft_tokens.size
+        owner = owners[draft.draft_tokens[0].item()] if drafted else None
+        accepted = 0
+        while accepted < drafted and cycles_random.random() < owner.acceptance:
+            accepted += 1
+        if owner is not None:
+            owner.drafted += drafted
+        drafter.observe(drafted, accepted, cost(drafted))
+        drafter.extend([0] * (accepted + 1), accepted)
+        proposers.append(owner)
+    return proposers
+
+
+cycles_random = random.Random()
+BEGIN = dict(tokenizer=None, sampling=Sampling(), max_tokens=10**6, rule="token", position=0)
+COMBINATIONS = {
+    "alone": lambda x, y: Adaptive(x),
+    "first": lambda x, y: Hybrid(Adaptive(x), y),
+    "second": lambda x, y: Hybrid(y, Adaptive(x)),
+    "both": lambda x, y: Hybrid(Adaptive(x), Adaptive(y)),
+    "within": lambda x, y: Adaptive(Hybrid(x, y)),
+    "deep": lambda x, y: Adaptive(Hybrid(Hybrid(Drafter(), Adaptive(x)), y)),
+    "another's": lambda x, y: Chosen(Adaptive(x), Drafter(), Adaptive(y)),
+}
+
+
+@pytest.mark.parametrize("name", ["cheap", "dear", "concave"])
+@pytest.mark.parametrize("other", ["nothing", "poor", "good", "now and then"])
+@pytest.mark.parametrize("combine", list(COMBINATIONS))
+def test_every_part_notices_when_drafting_pays_again(combine, other, name):
+    """300 cycles that reject all drafts, then perfect ones: the part drafts again."""
+    cycles_random.seed(f"{combine}, {other}, {name}")
+    x = Scripted(0.0)
+    y = {
+        "nothing": Scripted(0.0, offered=0.0),
+        "poor": Scripted(0.3, offered=0.8),
+        "good": Scripted(0.8, offered=0.8),
+        "now and then": Scripted(0.8, offered=0.1),
+    }[other]
+    drafter = COMBINATIONS[combine](x, y)
+    drafter.begin([1], **BEGIN)
+    cost = COSTS[name]
+    cycle_through(drafter, [x, y], cost, 300)
+    x.acceptance = 1.0
+    proposers = cycle_through(drafter, [x, y], cost, 400)
+    assert x in proposers[:200]
+    late = proposers[200:]
+    # What it can have: its turns, or what the one before it leaves.
+    most = {"another's": 200 / 3, "second": 200 - late.count(y)}.get(combine, 200)
+    assert late.count(x) > 0.8 * most
+    for part in (x, y):
+        assert part.observed == part.drafted
+        assert part.cycles == 700 or part is y and combine == "alone"
+
+
+@pytest.mark.parametrize("name", ["cheap", "concave"])
+def test_leaves_cycles_to_a_better_one(name):
+    cost = COSTS[name]
+    for first, second, expected in ((0.3, 0.8, 1), (0.8, 0.3, 0), (0.0, 0.8, 1)):
+        cycles_random.seed(1)
+        parts = [Scripted(first), Scripted(second)]
+        drafter = Hybrid(Adaptive(parts[0]), parts[1])
+        drafter.begin([1], **BEGIN)
+        proposers = cycle_through(drafter, parts, cost, 500)[100:]
+        assert proposers.count(parts[expected]) > 0.9 * 400

@@ -276,14 +276,14 @@ def test_another_drafter_is_asked_where_the_first_has_nothing():
     second = Scripted([[5, 6, 9], []])
     result = run(counting_model(), [1], drafter=Hybrid(first, second), max_tokens=9)
     assert result.tokens == list(range(2, 11))
-    # Whoever drafted learns what became of it; both learn the text.
+    # Whoever drafted learns what became of it; both learn the text, and that a cycle passed.
     assert first.calls == [
-        *((2, 2), ([2, 3, 4], 2), ([5, 6, 7], 0), ([8], 0)),
-        *((1, 0), ([9], 0), ([10], 0)),
+        *((2, 2), ([2, 3, 4], 2), (0, 0), ([5, 6, 7], 0), (0, 0), ([8], 0)),
+        *((1, 0), ([9], 0), (0, 0), ([10], 0)),
     ]
     assert second.calls == [
-        *(([2, 3, 4], 0), (3, 2), ([5, 6, 7], 2), (0, 0), ([8], 0)),
-        *(([9], 0), (0, 0), ([10], 0)),
+        *((0, 0), ([2, 3, 4], 0), (3, 2), ([5, 6, 7], 2), (0, 0), ([8], 0)),
+        *((0, 0), ([9], 0), (0, 0), ([10], 0)),
     ]
 
 

@@ -18,6 +18,8 @@ FIRST_SLOPE = 0.1
 # A length's time is the median of its latest cycles; it is sure after two, and for a while.
 SAMPLES = 5
 FRESH = 64
+# Cycles without a draft of its own that halve what the counts before them weigh.
+HALF_LIFE = 64
 # Share of the time that may be lost by trying lengths, and the most to be lost in a row, in cycles.
 TRIALS = 0.02
 MOST_CREDIT = 4
@@ -30,7 +32,8 @@ class DraftLength:
     ``a_j`` is how often slot ``j`` was accepted lately when it was reached, and as many seconds as
     the latest cycles with ``k`` drafts took, interpolated for numbers never tried. What is not
     known for sure is tried where it might be better: on a budget of ``TRIALS`` of the time, and of
-    what trials have won.
+    what trials have won. A cycle without drafts of its own may yield more than one token, if
+    another drafter's were accepted in it; and what was learnt of the drafts grows old meanwhile.
 
     Args:
         most: the most draft tokens, at least 1.
@@ -44,6 +47,9 @@ class DraftLength:
         # Drafts of each slot that were verified after all before them were accepted, and how many
         # of these were accepted; both fade.
         self._reached, self._accepted = [0.0] * most, [0.0] * most
+        self._idle = 0  # cycles since then
+        # Cycles without a draft of its own, and their tokens beyond one each; both fade.
+        self._passed, self._passed_gain = 0.0, 0.0
         self._credit = self._most_credit = 0.0  # seconds that trials may lose
         self._pace: float | None = None  # in a trial: seconds per token that it gives up
 
@@ -78,34 +84,51 @@ class DraftLength:
         """
         if not self._seconds:
             self._credit = seconds
-        self._cycle += 1
+        memory = MEMORY * self._weight()
+        self.wait(seconds)
         if not self._is_fresh(proposed):
             self._seconds[proposed] = deque(maxlen=SAMPLES)
         self._seconds[proposed].append(seconds)
         self._measured[proposed] = self._cycle
-        self._credit += TRIALS * seconds
         if self._pace is not None and proposed:
             self._credit -= seconds - (num_accepted + 1) * self._pace
         self._most_credit = MOST_CREDIT * seconds
         self._credit = min(self._credit, self._most_credit)
 
         if num_drafts:
+            self._idle = 0
             for slot in range(self.most):
                 is_reached = slot < min(num_accepted + 1, num_drafts)
-                self._reached[slot] = MEMORY * self._reached[slot] + is_reached
-                self._accepted[slot] = MEMORY * self._accepted[slot] + (slot < num_accepted)
+                self._reached[slot] = memory * self._reached[slot] + is_reached
+                self._accepted[slot] = memory * self._accepted[slot] + (slot < num_accepted)
+
+    def wait(self, seconds: float) -> None:
+        """Let a cycle of so many seconds pass, in which nothing was asked for."""
+        self._cycle += 1
+        self._idle += 1
+        self._credit += TRIALS * seconds
+
+    def record_gain(self, gain: int) -> None:
+        """Of the cycle recorded last, without a draft of its own: tokens that it yielded beyond
+        one, which were another drafter's."""
+        self._passed = MEMORY * self._passed + 1
+        self._passed_gain = MEMORY * self._passed_gain + gain
 
     def _paces(self, optimism: float, costs: list[float]) -> list[float]:
         """Seconds per token to expect, by number of drafts.
 
         Args:
-            optimism: accepted drafts to add to those that each slot has seen.
+            optimism: accepted drafts to add to those that each slot has seen; the older these are,
+                the less they weigh then, and the more is added.
             costs: seconds of a cycle, by number of drafts.
         """
         tokens, all_accepted, rate = 1.0, 1.0, FIRST_ACCEPTANCE
-        paces = costs[:1]
+        weight = self._weight() if optimism else 1.0
+        optimism *= 1 + self._idle / HALF_LIFE
+        paces = [costs[0] / (1 + self._passed_gain / (self._passed + PRIOR))]
         for reached, accepted, cost in zip(self._reached, self._accepted, costs[1:]):
-            rate = (accepted + PRIOR * rate + optimism) / (reached + PRIOR + optimism)
+            seen = weight * reached + PRIOR + optimism
+            rate = (weight * accepted + PRIOR * rate + optimism) / seen
             all_accepted *= rate
             tokens += all_accepted
             paces.append(cost / tokens)
@@ -115,6 +138,9 @@ class DraftLength:
         """Seconds of a cycle, by number of drafts: to expect, and the least to hope for."""
         known = {k: median_low(seconds) for k, seconds in sorted(self._seconds.items())}
         lengths = list(known)
+        if len(lengths) > 1 and (self._passed_gain or known[lengths[0]] >= known[lengths[1]]):
+            # Others draft where it does not: 0 has the cost of their drafts, not of none.
+            lengths = lengths[lengths[0] == 0 :]
         expected, hoped = [], []
         for k in range(most + 1):
             first, last = bisect_left(lengths, k), bisect_right(lengths, k)
@@ -136,6 +162,10 @@ class DraftLength:
                 cost = min(cost, bound)
             hoped.append(cost)
         return expected, hoped
+
+    def _weight(self) -> float:
+        """What the counts of accepted drafts weigh by their age."""
+        return 0.5 ** (self._idle / HALF_LIFE)
 
     def _is_fresh(self, k: int) -> bool:
         return k in self._seconds and self._cycle - self._measured[k] < FRESH

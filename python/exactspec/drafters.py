@@ -125,10 +125,14 @@ class Drafter:
     def observe(self, num_drafts: int, num_accepted: int, seconds: float) -> None:
         """Learn how the cycle went, before its tokens are yielded.
 
+        A drafter that asks others calls this for each of them in every cycle, with 0 drafts for
+        those that proposed nothing or were not asked; what the cycle yielded then, ``extend`` says.
+
         Args:
-            num_drafts: draft tokens verified.
+            num_drafts: draft tokens of this drafter that were verified.
             num_accepted: how many of them were accepted.
-            seconds: time of the cycle: drafting, the target's forward and verification.
+            seconds: time of the cycle, whoever drafted: drafting, the target's forward and
+                verification.
         """
 
     def extend(self, tokens: list[int], num_accepted: int) -> None:
@@ -797,7 +801,7 @@ class Hybrid(Drafter):
         self.first._serves = self.second._serves = text
 
     def begin(self, prompt: list[int], **options: Any) -> None:
-        self._asked = self.second
+        self._proposer: Drafter | None = None
         self.first.begin(prompt, **options)
         try:
             self.second.begin(prompt, **options)
@@ -807,11 +811,11 @@ class Hybrid(Drafter):
             raise
 
     def draft(self, limit: int, key: mx.array) -> Draft:
-        self._asked = self.first
-        draft = propose(self.first, limit, key)
-        if draft.draft_tokens.size == 0:
-            self._asked = self.second
-            draft = propose(self.second, limit, key)
+        for drafter in (self.first, self.second):
+            draft = propose(drafter, limit, key)
+            if draft.draft_tokens.size:
+                self._proposer = drafter
+                break
         return draft
 
     def receive(self, hidden: mx.array) -> None:
@@ -820,12 +824,14 @@ class Hybrid(Drafter):
                 drafter.receive(hidden)
 
     def observe(self, num_drafts: int, num_accepted: int, seconds: float) -> None:
-        self._asked.observe(num_drafts, num_accepted, seconds)
+        for drafter in (self.first, self.second):
+            own = (num_drafts, num_accepted) if drafter is self._proposer else (0, 0)
+            drafter.observe(*own, seconds)
 
     def extend(self, tokens: list[int], num_accepted: int) -> None:
         for drafter in (self.first, self.second):
-            drafter.extend(tokens, num_accepted if drafter is self._asked else 0)
-        self._asked = self.second  # the next cycle may have no room for a draft
+            drafter.extend(tokens, num_accepted if drafter is self._proposer else 0)
+        self._proposer = None
 
     def finish(self) -> None:
         try:
@@ -839,7 +845,9 @@ class Adaptive(Drafter):
 
     The number that promises the most tokens per second follows from the time that cycles took and
     from how many of their draft tokens were accepted. Other numbers are tried now and then, on
-    about 2 % of the time. What was learnt stays from text to text, so keep the object.
+    about 2 % of the time. In front of another drafter, as in ``Hybrid(Adaptive(x), y)``, no draft
+    pays that gives fewer tokens per second than the other one's. What was learnt stays from text to
+    text, so keep the object.
 
     The text is as exact as ever, since a number depends on past cycles only. But it depends on
     their time, so with a temperature above 0 the same seed need not give the same text again,
@@ -875,7 +883,8 @@ class Adaptive(Drafter):
         self.drafter._serves = text
 
     def begin(self, prompt: list[int], **options: Any) -> None:
-        self._proposed = 0
+        # Draft tokens proposed in this cycle; None where it was not asked for any.
+        self._proposed: int | None = None
         self.drafter.begin(prompt, **options)
 
     def draft(self, limit: int, key: mx.array) -> Draft:
@@ -887,11 +896,16 @@ class Adaptive(Drafter):
         self.drafter.receive(hidden)
 
     def observe(self, num_drafts: int, num_accepted: int, seconds: float) -> None:
-        self._length.record(self._proposed, num_drafts, num_accepted, seconds)
-        self._proposed = 0  # the next cycle may have no room for a draft
+        if self._proposed is None:
+            self._length.wait(seconds)
+        else:
+            self._length.record(self._proposed, num_drafts, num_accepted, seconds)
         self.drafter.observe(num_drafts, num_accepted, seconds)
 
     def extend(self, tokens: list[int], num_accepted: int) -> None:
+        if self._proposed == 0 and tokens:
+            self._length.record_gain(len(tokens) - 1)
+        self._proposed = None
         self.drafter.extend(tokens, num_accepted)
 
     def finish(self) -> None:
