@@ -239,7 +239,7 @@ COMBINATIONS = {
 }
 
 
-@pytest.mark.parametrize("name", ["cheap", "dear", "concave"])
+@pytest.mark.parametrize("name", ["cheap", "convex", "concave"])
 @pytest.mark.parametrize("other", ["nothing", "poor", "good", "now and then"])
 @pytest.mark.parametrize("combine", list(COMBINATIONS))
 def test_every_part_notices_when_drafting_pays_again(combine, other, name):
