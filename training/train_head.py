@@ -20,13 +20,13 @@ import typer
 from card import write_card
 from evaluation import MAX_LENGTH, STRIDE, evaluate, load_held_out_texts
 from head import save_head
+from progress import make_progress
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from sampling import sample_data
 from target import check_against_mlx
 from train import train_on_folder
 
-OUT = Path(__file__).parents[1] / "python/exactspec/data/smollm2-135m-head.safetensors"
+NAME = "smollm2-135m-head.safetensors"
 
 
 def main(
@@ -43,15 +43,21 @@ def main(
     workers: Annotated[int, typer.Option(help="Processes, of a thread each.")] = os.cpu_count()
     or 1,
     slots: Annotated[int, typer.Option(help="Texts that a process samples at once.")] = 256,
-    out: Annotated[Path, typer.Option(help="The weights; the card goes beside them.")] = OUT,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help=f"The weights; the card goes beside them. Default: {NAME} in DATA, so that the "
+            "package's head stays as it is."
+        ),
+    ] = None,
 ) -> None:
     """Make the draft head of the default model."""
     console = Console()
+    out = data / NAME if out is None else out
     difference = check_against_mlx()
     console.print(f"logits differ from MLX's by at most {difference:.1e}")
     data.mkdir(parents=True, exist_ok=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
+    with make_progress(console) as progress:
         sample_data(data, tokens, seed, workers, slots, progress)
         head, target, texts, state = train_on_folder(
             data, trained_tokens, seed, workers, start_from, progress
