@@ -165,12 +165,6 @@ def test_share_of_the_limit():
 
 @pytest.mark.prove
 def test_json_of_both_levels_and_plots(folder, tmp_path):
-    acceptance = tmp_path / "rules.json"
-    lengths = [
-        {"rule": "token", "drafter": "copy", "temperature": t, "mean_accepted_length": 3 - t}
-        for t in (0.0, 1.0)
-    ]
-    acceptance.write_text(json.dumps({"rows": lengths}))
     code = (
         "import sys; from exactspec.bench import plan; plan.SWEEPS[:] = [(1, 2, 64), (2, 2, 64)];"
         "from exactspec.cli import app; app(sys.argv[1:])"
@@ -179,7 +173,7 @@ def test_json_of_both_levels_and_plots(folder, tmp_path):
         *("bench", "--quick", "--size", "1,2,64", "--rounds", "2", "--threads", "1"),
         *("--model", folder),
         *("--draft-model", folder, "--max-tokens", "8", "--json"),
-        *("--plots", tmp_path / "plots", "--acceptance", acceptance),
+        *("--plots", tmp_path / "plots"),
     ]
     run = subprocess.run(
         [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True
@@ -204,7 +198,7 @@ def test_json_of_both_levels_and_plots(folder, tmp_path):
     for row in loop["cycle"]:
         assert all(ms >= 0 for ms in row["ms"].values()) and 0 < row["outside_forwards"] < 1
     plots = sorted(path.name for path in (tmp_path / "plots").iterdir())
-    assert plots == [f"bench_{n}.svg" for n in ("acceptance", "cycle", "limit", "time")]
+    assert plots == [f"bench_{n}.svg" for n in ("cycle", "limit", "time")]
     for path in (tmp_path / "plots").iterdir():
         xml.dom.minidom.parse(str(path))
 
@@ -212,6 +206,48 @@ def test_json_of_both_levels_and_plots(folder, tmp_path):
         lines = [str(item) for item in report.tables({**result, "load": load})]
         assert any(line.startswith("limit, ") for line in lines)
         assert any("the machine was busy" in line for line in lines) == warned
+
+
+@pytest.fixture
+def acceptance(tmp_path):
+    """A result of bench_rules.py, one of its lengths within noise."""
+    rows = [
+        {
+            **{"rule": rule, "drafter": "copy", "temperature": t, "mean_accepted_length": 3 - t},
+            "interval": [2.5 - t, 3.5 - t] if t else None,
+            "within_noise": t == 1 if rule == "block" else None,
+        }
+        for rule in ("token", "block")
+        for t in (0.0, 1.0)
+    ]
+    path = tmp_path / "rules.json"
+    path.write_text(json.dumps({"rows": rows}))
+    return path
+
+
+def test_acceptance_is_drawn_alone(acceptance, tmp_path, monkeypatch):
+    monkeypatch.setattr(plan, "run", None)  # nothing is measured
+    done = invoke("--acceptance", acceptance, "--plots", tmp_path / "plots")
+    [path] = (tmp_path / "plots").iterdir()
+    assert path.name == "bench_acceptance.svg" and done.stderr == f"wrote {path}\n"
+    drawn = path.read_text()
+    xml.dom.minidom.parseString(drawn)
+    assert "block" in drawn and "not told from token" in drawn
+    # The one mark that is within noise is hollow, in the colour of its rule.
+    assert drawn.count("fill: #ffffff; stroke: #ff7f0e") == 1
+    assert "fill: #ffffff; stroke: #1f77b4" not in drawn
+
+
+@pytest.mark.parametrize("arguments", [("--acceptance", "{acceptance}"), ("operation", "--quick")])
+def test_plots_without_matplotlib_name_what_installs_it(arguments, acceptance, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    arguments = [x.format(acceptance=acceptance) for x in arguments]
+    done = invoke(*arguments, "--plots", acceptance.parent / "plots", code=1)
+    assert done.stdout == ""
+    assert done.stderr == (
+        "error: --plots: expected matplotlib, which is not installed: "
+        "pip install 'exactspec[bench]'\n"
+    )
 
 
 class InterruptedPool:
@@ -286,7 +322,11 @@ def test_what_was_measured_before_an_error_is_kept(monkeypatch, error):
         (["--rounds", "0"], "--rounds: expected at least 1, got 0"),
         (["--max-tokens", "0"], "--max-tokens: expected at least 1, got 0"),
         (["--num-draft-tokens", "0"], "--num-draft-tokens: expected at least 1, got 0"),
-        (["--acceptance", "x.json"], "--acceptance: expected --plots with it, got none"),
+        (["--acceptance", "x.json"], "--acceptance: expected --plots with it and nothing else"),
+        (
+            ["loop", "--acceptance", "x.json", "--plots", "{folder}"],
+            "--acceptance: expected --plots with it and nothing else, got options of a measurement",
+        ),
         (["loop", "--model", "./none"], "none"),
         (["loop", "--size", "1,2,64"], "--size: expected with the operation only, got it without"),
         (

@@ -252,7 +252,8 @@ def bench(
         typer.Option(help="Also vary V, K and B, and draw plots (SVG) into this folder."),
     ] = None,
     acceptance: Annotated[
-        Path | None, typer.Option(help="Result of bench_rules.py --json, to be drawn too.")
+        Path | None,
+        typer.Option(help="Draw this result of bench_rules.py --json into --plots only."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object only.")] = False,
 ) -> None:
@@ -264,6 +265,10 @@ def bench(
     from .bench.plan import Options, run
     from .bench.report import INTERRUPTED, plot, tables
 
+    if acceptance is not None:
+        measured = (level, size, setting, dtype, threads, rounds, model, draft_model)
+        measured += (num_draft_tokens, max_tokens, quick or None, as_json or None)
+        return _draw_acceptance(acceptance, plots, any(x is not None for x in measured))
     options = Options(
         operation=level is not Level.loop,
         loop=level is not Level.operation,
@@ -280,11 +285,9 @@ def bench(
         sweep=plots is not None,
     )
     try:
-        if acceptance is not None and plots is None:
-            raise ValueError("--acceptance: expected --plots with it, got none")
-        drawn = None if acceptance is None else _read_acceptance(acceptance)
         # Before the measurements, which take minutes and must not be lost.
-        written = [] if plots is None else plot({}, drawn, plots)
+        if plots is not None:
+            plot({}, None, plots)
         result = run(options, Console(stderr=True))
     except (ValueError, OSError, ImportError) as error:
         _fail(_name_options(str(error)))
@@ -295,9 +298,8 @@ def bench(
         for item in tables(result):
             console.print(item, soft_wrap=isinstance(item, str), markup=not isinstance(item, str))
     if plots is not None:
-        written += plot(result, None, plots)
-    for path in written:
-        print(f"wrote {path}", file=sys.stderr)
+        for path in plot(result, None, plots):
+            print(f"wrote {path}", file=sys.stderr)
     # Nothing is measured after a level that stopped.
     last = result["loop"] if "loop" in result else result["operation"]
     if reason := last["stopped"]:
@@ -305,8 +307,21 @@ def bench(
         raise typer.Exit(130 if reason == INTERRUPTED else 1)  # 128 + SIGINT, as shells have it
 
 
+def _draw_acceptance(path: Path, plots: Path | None, measures: bool) -> None:
+    from .bench.report import plot
+
+    try:
+        if plots is None or measures:
+            got = "none" if plots is None else "options of a measurement"
+            raise ValueError(f"--acceptance: expected --plots with it and nothing else, got {got}")
+        [written] = plot({}, _read_acceptance(path), plots)
+    except (ValueError, OSError, ImportError) as error:
+        _fail(str(error))
+    print(f"wrote {written}", file=sys.stderr)
+
+
 def _read_acceptance(path: Path) -> list[dict[str, Any]]:
-    names = ("drafter", "rule", "temperature", "mean_accepted_length")
+    names = ("drafter", "rule", "temperature", "mean_accepted_length", "interval", "within_noise")
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
         return [{name: row[name] for name in names} for row in rows]

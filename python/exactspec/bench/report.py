@@ -173,8 +173,16 @@ def plot(
         result: of ``exactspec bench``.
         acceptance: the rows of ``benchmarks/bench_rules.py --json``.
         folder: made if it is missing.
+
+    Raises:
+        ImportError: matplotlib is not installed.
     """
-    import matplotlib
+    try:
+        import matplotlib
+    except ImportError:
+        raise ImportError(
+            "--plots: expected matplotlib, which is not installed: pip install 'exactspec[bench]'"
+        ) from None
 
     matplotlib.use("svg")
     import matplotlib.pyplot as plt
@@ -281,7 +289,10 @@ def _plot_cycle(plt: Any, cycle: list[dict[str, Any]]) -> Any:
 
 
 def _plot_acceptance(plt: Any, rows: list[dict[str, Any]]) -> Any:
-    """Mean accepted length against temperature, one panel per drafter."""
+    """Mean accepted length against temperature with its intervals, one panel per drafter.
+
+    A hollow mark cannot be told from the token rule's.
+    """
     drafters = list(dict.fromkeys(row["drafter"] for row in rows))
     figure, axes = plt.subplots(
         1, len(drafters), figsize=(3 * len(drafters), 3.5), sharey=True, squeeze=False
@@ -289,16 +300,29 @@ def _plot_acceptance(plt: Any, rows: list[dict[str, Any]]) -> Any:
     colours = {rule: f"C{i}" for i, rule in enumerate(dict.fromkeys(r["rule"] for r in rows))}
     for axis, drafter in zip(axes[0], drafters):
         for rule, colour in colours.items():
-            points = [
-                (row["temperature"], row["mean_accepted_length"])
-                for row in rows
-                if row["drafter"] == drafter and row["rule"] == rule
+            points = sorted(
+                (row for row in rows if row["drafter"] == drafter and row["rule"] == rule),
+                key=lambda row: row["temperature"],
+            )
+            x = [row["temperature"] for row in points]
+            y = [row["mean_accepted_length"] for row in points]
+            halves = [
+                row["mean_accepted_length"] - row["interval"][0] if row["interval"] else 0.0
+                for row in points
             ]
-            if points:
-                axis.plot(*zip(*points), marker="o", markersize=3, label=rule, color=colour)
+            axis.errorbar(x, y, halves, color=colour, elinewidth=0.7, capsize=2)
+            for noisy, face in ((False, colour), (True, "white")):
+                marks = [i for i, row in enumerate(points) if bool(row["within_noise"]) == noisy]
+                axis.plot(
+                    *([values[i] for i in marks] for values in (x, y)),
+                    *("o",),
+                    **{"markersize": 4, "color": colour, "markerfacecolor": face, "zorder": 3},
+                )
         axis.set(title=drafter, xlabel="temperature")
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel("mean accepted length")
     handles = [plt.Line2D([], [], color=c, marker="o", markersize=3) for c in colours.values()]
-    axes[0][-1].legend(handles, colours, loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
+    handles.append(plt.Line2D([], [], color="grey", marker="o", markerfacecolor="white", ls=""))
+    labels = [*colours, "not told from token"]
+    axes[0][-1].legend(handles, labels, loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
     return figure
