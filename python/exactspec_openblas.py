@@ -41,9 +41,16 @@ def use_openblas() -> None:
 
 def main() -> None:
     """Run the ``exactspec`` command, with OpenBLAS where MLX has only the reference BLAS."""
+    # A standard stream that is closed leaves its number to the next file that is opened, such as
+    # the weights, which MLX does not read from number 0.
+    while (number := os.open(os.devnull, os.O_RDWR)) < 3:
+        pass
+    os.close(number)
     try:
         use_openblas()
         from exactspec.cli import main as run
+    except KeyboardInterrupt:
+        sys.exit(130)  # as the command ends with it
     except (ImportError, OSError) as error:
         # Without the package that would print it.
         if sys.argv[1:2] == ["doctor"]:

@@ -245,6 +245,22 @@ def load_default_head(model: Any) -> DraftHead:
     return DraftHead.load(DEFAULT_HEAD, model)
 
 
+def check_default_head(config: dict[str, Any]) -> None:
+    """Raise ``ValueError`` if a model cannot draft with the head that comes with this package.
+
+    Args:
+        config: the model's ``config.json``: known before its weights are.
+    """
+    metadata = mx.load(str(DEFAULT_HEAD), return_metadata=True)[1]
+    expected = json.loads(metadata["config"])
+    for name in ("hidden_size", "vocab_size"):
+        if config.get(name) != expected[name]:
+            raise ValueError(
+                f"the draft head: expected {metadata['target']}, of {name} {expected[name]}, got a "
+                f"{config.get('model_type')} of {config.get(name)}"
+            )
+
+
 def check_draft_vocab(ids: Any, vocab_size: int = 2**24) -> None:
     """Raise ``ValueError`` unless ``ids`` are int32 ``[Vd]`` in ``[0, vocab_size)``.
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx_lm
+from huggingface_hub import hf_hub_download
 from mlx import nn
 from mlx_lm.models import llama
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import dequantize_model
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
@@ -69,8 +73,50 @@ def load(name: str | None = None) -> tuple[nn.Module, TokenizerWrapper]:
 
     Raises:
         FileNotFoundError: the default model's package is not installed.
+        ValueError: the folder's configuration or weights are not what they should be.
     """
-    return load_default_model() if name is None else mlx_lm.load(name)
+    if name is None:
+        return load_default_model()
+    if Path(name).is_dir():
+        read_config(name)
+        for file in sorted(Path(name).glob("model*.safetensors")):
+            _check_safetensors(file)
+    return mlx_lm.load(name)
+
+
+def read_config(name: str) -> dict[str, Any]:
+    """The ``config.json`` of a model; of one on a hub, that file alone is downloaded.
+
+    Args:
+        name: a folder or hub name.
+
+    Raises:
+        ValueError: it is no JSON object with a ``model_type``.
+        OSError: there is no such file.
+    """
+    folder = Path(name)
+    path = folder / "config.json" if folder.exists() else Path(hf_hub_download(name, "config.json"))
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"config.json: expected JSON, got an error: {error}") from None
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        got = "an object without" if isinstance(config, dict) else f"a {type(config).__name__}"
+        raise ValueError(f"config.json: expected an object with a model_type, got {got}")
+    return config
+
+
+def is_quantized(model: nn.Module) -> bool:
+    """Whether some of a model's weights are packed to a few bits."""
+    packed = (nn.QuantizedLinear, nn.QuantizedEmbedding, QuantizedSwitchLinear)
+    return any(isinstance(module, packed) for _, module in model.named_modules())
+
+
+def unpack(model: nn.Module) -> None:
+    """Turn all weights of a model into float32, the type that a CPU's BLAS multiplies."""
+    dequantize_model(model)
+    model.set_dtype(mx.float32)
+    mx.eval(model.parameters())
 
 
 def load_default_model() -> tuple[nn.Module, TokenizerWrapper]:
@@ -103,6 +149,18 @@ def default_model_path() -> Path:
 def same_tokenizer(first: Any, second: Any) -> bool:
     """Whether two tokenizers give every token id the same text, as a draft model's must."""
     return first is second or first.get_vocab() == second.get_vocab()
+
+
+def _check_safetensors(file: Path) -> None:
+    with file.open("rb") as opened:
+        start = opened.read(9)
+    if start == b"version h":  # "version https://git-lfs.github.com/spec/v1"
+        expected = f"{file.name}: expected weights"
+        raise ValueError(f"{expected}, got a git-lfs pointer; run `git lfs pull`")
+    # The length of a header in JSON, then the header.
+    length = int.from_bytes(start[:8], "little")
+    if start[8:] != b"{" or 8 + length > file.stat().st_size:
+        raise ValueError(f"{file.name}: expected safetensors, got another kind of file or a part")
 
 
 def _llama_from_gguf(weights: dict[str, mx.array], metadata: dict[str, Any]) -> nn.Module:
