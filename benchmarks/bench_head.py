@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from exactspec import Sampling
-from exactspec.bench.report import about
+from exactspec.bench.report import about, import_pyplot
 from exactspec.drafters import Adaptive, Draft, Drafter, Hybrid, MTPDrafter, PromptLookup
 from exactspec.generate import generate
 from exactspec.heads import DEFAULT_HEAD, DraftHead
@@ -273,13 +273,7 @@ def tables(result: dict[str, Any]) -> Iterator[Table]:
 
 def plot(result: dict[str, Any], folder: Path) -> None:
     """Draw acceptance by depth, and speed against the number of drafts, as SVG."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    import matplotlib.pyplot as plt
-
-    # The same result gives the same file.
-    plt.rcParams.update({"svg.hashsalt": "exactspec", "svg.fonttype": "none", "font.size": 9})
+    plt = import_pyplot()
     parts = grouped(result["runs"], "part")
     figures = {}
     if rules := parts.get(("rules",)):
@@ -316,7 +310,7 @@ def plot(result: dict[str, Any], folder: Path) -> None:
         figure.savefig(folder / f"{name}.svg", metadata={"Date": None}, bbox_inches="tight")
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("result", type=Path, help="JSON, made or gone on with")
     parser.add_argument("--parts", nargs="*", choices=PARTS, default=PARTS, help="default: all")
@@ -326,7 +320,12 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--head", type=Path, default=DEFAULT_HEAD, help="default: the packaged one")
     parser.add_argument("--plots", type=Path, help="folder for SVG files")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
+    if options.plots is not None:
+        try:
+            import_pyplot()  # before the measurements, which take long
+        except ImportError as error:
+            parser.error(str(error))
     if options.parts:
         result = run(options)
     else:

@@ -57,3 +57,10 @@ def test_only_what_was_measured_is_shown():
         "block": ["", "0.80", ""],
         "coupled": ["", "", ""],
     }
+
+
+def test_a_missing_matplotlib_is_said_before_anything_is_measured(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(SystemExit):
+        bench_head.main([str(tmp_path / "result.json"), "--plots", str(tmp_path)])
+    assert "pip install 'exactspec[bench]'" in capsys.readouterr().err

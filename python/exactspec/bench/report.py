@@ -164,6 +164,25 @@ def _cycle_table(cycle: list[dict[str, Any]]) -> Table:
 # Plots
 
 
+def import_pyplot() -> Any:
+    """``matplotlib.pyplot``, set so that the same result gives the same SVG file.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+    except ImportError:
+        raise ImportError(
+            "--plots: expected matplotlib, which is not installed: pip install 'exactspec[bench]'"
+        ) from None
+    matplotlib.use("svg")
+    import matplotlib.pyplot as plt
+
+    plt.rcParams.update({"svg.hashsalt": "exactspec", "svg.fonttype": "none", "font.size": 9})
+    return plt
+
+
 def plot(
     result: dict[str, Any], acceptance: list[dict[str, Any]] | None, folder: Path
 ) -> list[Path]:
@@ -177,18 +196,7 @@ def plot(
     Raises:
         ImportError: matplotlib is not installed.
     """
-    try:
-        import matplotlib
-    except ImportError:
-        raise ImportError(
-            "--plots: expected matplotlib, which is not installed: pip install 'exactspec[bench]'"
-        ) from None
-
-    matplotlib.use("svg")
-    import matplotlib.pyplot as plt
-
-    # The same result gives the same file.
-    plt.rcParams.update({"svg.hashsalt": "exactspec", "svg.fonttype": "none", "font.size": 9})
+    plt = import_pyplot()
     folder.mkdir(parents=True, exist_ok=True)
     figures = {}
     if "operation" in result and (rows := result["operation"]["results"]):
