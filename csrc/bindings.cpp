@@ -48,7 +48,19 @@ NB_MODULE(_ext, m) {
   m.attr("NANOBIND_VERSION") = EXACTSPEC_NANOBIND_VERSION;
   m.attr("DRAW_BLOCK") = static_cast<int>(DRAW_BLOCK);
   m.attr("PLACEHOLDER_TOKEN") = static_cast<int>(PLACEHOLDER_TOKEN);
+  m.attr("NOISE_WORDS") = static_cast<int>(NOISE_WORDS);
   m.attr("MAX_KEYED_DRAFTS") = static_cast<int>(MAX_KEYED_DRAFTS);
+  m.attr("LEAST_TEMPERATURE") = LEAST_TEMPERATURE;
+  m.attr("MAX_SPARSE_MASS") = MAX_SPARSE_MASS;
+  m.attr("WORD_SPACING") = WORD_SPACING;
+  m.attr("LARGEST_UNIFORM") = LARGEST_UNIFORM;
+
+  m.attr("NON_FINITE_TARGET") = static_cast<int>(NON_FINITE_TARGET);
+  m.attr("BAD_DRAFT") = static_cast<int>(BAD_DRAFT);
+  m.attr("OUT_OF_RANGE") = static_cast<int>(OUT_OF_RANGE);
+  m.attr("ZERO_DRAFT_PROB") = static_cast<int>(ZERO_DRAFT_PROB);
+  m.attr("BAD_PARENT") = static_cast<int>(BAD_PARENT);
+  m.attr("BAD_PARAMETER") = static_cast<int>(BAD_PARAMETER);
 
   // The graph is built without the GIL: nothing below touches a Python object.
   m.def(

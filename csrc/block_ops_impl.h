@@ -355,13 +355,12 @@ INLINE Floats log_positive(Floats y) {
 
 // -log(-log1p(-x)) of the uniform x that a random word stands for.
 INLINE Floats gumbel_of(Floats word) {
-  constexpr float largest = 0x1.fffffep-1f;
-  Floats x = word * 0x1p-32f + 0x1p-33f;
-  x = x < largest ? x : Floats{} + largest;
-  // Near 0 log(1 - x) would lose the low bits of x: six terms of its series are within 1e-8.
+  Floats x = word * WORD_SPACING + 0.5f * WORD_SPACING;
+  x = x < LARGEST_UNIFORM ? x : Floats{} + LARGEST_UNIFORM;
+  // Six terms of the series are within 1e-8.
   Floats series =
       x * (1.0f + x * (1.0f / 2 + x * (1.0f / 3 + x * (1.0f / 4 + x * (1.0f / 5 + x * (1.0f / 6))))));
-  Floats e = x < 0x1p-4f ? series : -log_positive(1.0f - x);
+  Floats e = x < GUMBEL_SERIES_END ? series : -log_positive(1.0f - x);
   return -log_positive(e);
 }
 

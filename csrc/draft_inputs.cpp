@@ -35,6 +35,26 @@ mx::Shape check_target(
   return batch_shape;
 }
 
+void check_draft_tokens(
+    const char* op, const char* rows, const mx::array& target_logits, const mx::array& draft_tokens) {
+  check_ids_dtype(op, "draft_tokens", draft_tokens);
+  auto expected = target_logits.shape();
+  expected.pop_back();
+  if (draft_tokens.shape() == expected) {
+    // As many rows as draft tokens: the usual mistake, whose cause is the target.
+    expected = target_logits.shape();
+    ++expected[expected.size() - 2];
+    bad_argument(
+        op,
+        "target_logits",
+        "shape " + describe(expected) + " with draft_tokens " + describe(draft_tokens.shape()) + " (" +
+            rows + ")",
+        describe(target_logits.shape()) + ", a row too few");
+  }
+  --expected.back();
+  check_shape(op, "draft_tokens", draft_tokens, expected);
+}
+
 void check_draft(const char* op, const Draft& draft, const mx::Shape& batch_shape, int num_rows) {
   if (draft.ids.has_value() != draft.probs.has_value()) {
     bad_argument(

@@ -30,6 +30,10 @@ mx::Shape check_target(
     const mx::array& target_logits,
     const std::optional<mx::array>& token_bitmask);
 
+// Checks that there is one row more than draft tokens; `rows` says which.
+void check_draft_tokens(
+    const char* op, const char* rows, const mx::array& target_logits, const mx::array& draft_tokens);
+
 void check_draft(const char* op, const Draft& draft, const mx::Shape& batch_shape, int num_rows);
 
 } // namespace exactspec

@@ -2,13 +2,6 @@
 
 namespace exactspec {
 
-namespace {
-
-// A sparse draft's probabilities are taken as they are; more mass than this is a defect upstream.
-constexpr double kMaxSparseMass = 1.001;
-
-} // namespace
-
 void DraftViews::sort_columns() {
   if (!has_vocab) {
     return;
@@ -183,7 +176,7 @@ float DraftRow::largest() const {
   for (const Entry& entry : sparse_) {
     largest = std::max(largest, probs_[entry.column]);
   }
-  return std::min(largest, 1.0f); // the mass may be up to kMaxSparseMass
+  return std::min(largest, 1.0f); // the mass may be up to MAX_SPARSE_MASS
 }
 
 float DraftRow::entropy() const {
@@ -228,7 +221,7 @@ void DraftRow::read_dense(const RowSampling& sampling, int b, int row) {
         greedy ? 1.0f : sampling.temperature,
         stat[STAT_LOG_NORM],
         stat[STAT_CUTOFF],
-        static_cast<int>(std::clamp(stat[STAT_CUTOFF_ID], 0.0f, 0x1p30f)),
+        static_cast<int>(std::clamp(stat[STAT_CUTOFF_ID], 0.0f, MAX_CUTOFF_ID)),
         greedy};
   }
 }
@@ -248,7 +241,7 @@ void DraftRow::read_sparse(int b, int row) {
     mass += prob;
     sparse_.push_back({id, i});
   }
-  finite_ = finite_ && mass <= kMaxSparseMass;
+  finite_ = finite_ && mass <= MAX_SPARSE_MASS;
   std::sort(sparse_.begin(), sparse_.end());
 }
 

@@ -15,8 +15,12 @@ inline mx::array noise_input(
     const char* op,
     const std::optional<mx::array>& uniforms,
     const std::optional<mx::array>& keys,
+    Rule rule,
     mx::Shape batch_shape,
     int count) {
+  if (uniforms && rule == Rule::Coupled) {
+    bad_argument(op, "uniforms", "None with rule='coupled'", "an array");
+  }
   if (uniforms.has_value() == keys.has_value()) {
     bad_argument(op, "uniforms, keys", "exactly one of them", keys ? "both" : "neither");
   }
@@ -66,6 +70,17 @@ class NoiseView {
 
   std::pair<uint32_t, uint32_t> key(int b) const {
     return {*view_.at<uint32_t>(b, 0), *view_.at<uint32_t>(b, 1)};
+  }
+
+  // Whether all given uniforms are in [0, 1), used or not: NaN is not.
+  bool valid(int b) const {
+    for (int i = 0; i < num_coins_ + 2 && !keyed_; ++i) {
+      float u = *view_.at<float>(b, i);
+      if (!(u >= 0 && u < 1)) {
+        return false;
+      }
+    }
+    return true;
   }
 
   float coin(int b, int i) const {

@@ -6,15 +6,14 @@
 
 namespace exactspec {
 
-// Threefry-2x32 with 20 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011).
 // Not shared between files, which are compiled for several instruction sets.
 struct RandomWords {
   uint32_t first, second;
 };
 static inline RandomWords
 threefry2x32(uint32_t key0, uint32_t key1, uint32_t x0, uint32_t x1) {
-  constexpr int rotation[8] = {13, 15, 26, 6, 17, 29, 16, 24};
-  const uint32_t key[3] = {key0, key1, 0x1BD11BDA ^ key0 ^ key1};
+  constexpr int rotation[8] = THREEFRY_ROTATIONS;
+  const uint32_t key[3] = {key0, key1, THREEFRY_PARITY ^ key0 ^ key1};
   x0 += key[0];
   x1 += key[1];
 #pragma GCC unroll 20 // so that a loop over calls is vectorised
@@ -36,8 +35,8 @@ static inline float keyed_uniform(uint32_t key0, uint32_t key1, int i) {
   constexpr int half = NOISE_WORDS / 2;
   auto words = threefry2x32(key0, key1, i % half, i % half + half);
   auto bits = static_cast<float>(i < half ? words.first : words.second);
-  float uniform = bits * 0x1p-32f;
-  return uniform < 0x1.fffffep-1f ? uniform : 0x1.fffffep-1f;
+  float uniform = bits * WORD_SPACING;
+  return uniform < LARGEST_UNIFORM ? uniform : LARGEST_UNIFORM;
 }
 
 } // namespace exactspec

@@ -462,14 +462,12 @@ RowSampling::RowSampling(const SamplingViews& views, Order order_, int b)
       top_k(*views.top_k.at<int32_t>(b)),
       top_p(*views.top_p.at<float>(b)),
       min_p(*views.min_p.at<float>(b)),
-      order(order_) {
-  if (min_p > 1) {
-    top_k = 1; // no weight is that large, and one token always stays
-  }
-}
+      order(order_) {}
 
 bool RowSampling::valid() const {
-  return temperature >= 0 && temperature < kInf && !std::isnan(top_p) && !std::isnan(min_p);
+  // All comparisons are false for NaN.
+  return temperature >= 0 && temperature < kInf && top_p >= 0 && top_p <= 1 && min_p >= 0 &&
+      min_p <= 1;
 }
 
 float Distribution::prob(float logit, int id) const {

@@ -70,7 +70,7 @@ struct RowSampling {
   Order order = Order::TemperatureFirst;
 
   bool valid() const;
-  bool greedy() const { return temperature < 0x1p-126f; }
+  bool greedy() const { return temperature < LEAST_TEMPERATURE; }
   bool has_filters() const { return top_k > 0 || top_p < 1 || min_p > 0; }
 };
 

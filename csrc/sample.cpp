@@ -33,7 +33,7 @@ std::vector<mx::array> sample(
   check_positions(kOp, positions, rule, batch_shape);
   std::vector<mx::array> inputs{
       logits,
-      noise_input(kOp, uniforms, keys, batch_shape, 2),
+      noise_input(kOp, uniforms, keys, rule, batch_shape, 2),
       positions.value_or(absent()),
       token_bitmask.value_or(absent())};
   if (token_bitmask) {

@@ -1,7 +1,6 @@
 #include <limits>
 
-#include "mlx/allocator.h"
-#include "mlx/backend/cpu/encoder.h"
+#include "cpu_task.h"
 #include "noise.h"
 #include "row_cpu.h"
 #include "sample.h"
@@ -42,7 +41,7 @@ void sample_row(const Job& job, int b) {
   RowSummary summary;
   uint32_t status = 0;
   int32_t token = PLACEHOLDER_TOKEN;
-  if (!sampling.valid()) {
+  if (!sampling.valid() || !job.noise.valid(b)) {
     status = BAD_PARAMETER;
   } else {
     summary = summarise(row, sampling);
@@ -71,9 +70,7 @@ void sample_row(const Job& job, int b) {
 } // namespace
 
 void Sample::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) {
-  for (auto& out : outputs) {
-    out.set_data(mx::allocator::malloc(out.nbytes()));
-  }
+  allocate(outputs);
   int batch = static_cast<int>(outputs[0].size());
   bool has_logprobs = options_.logprobs != Logprobs::None;
   Job job{
@@ -87,9 +84,9 @@ void Sample::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::arra
       outputs[1].data<uint32_t>(),
       outputs[2].data<float>(),
       has_logprobs ? outputs[3].data<float>() : nullptr};
-  auto& encoder = mx::cpu::get_command_encoder(stream());
-  encoder.dispatch(
-      [job, batch] { parallel_for(batch, [&](int b) { sample_row(job, b); }); });
+  dispatch(stream(), outputs, [job, batch] {
+    parallel_for(batch, [&](int b) { sample_row(job, b); });
+  });
 }
 
 } // namespace exactspec

@@ -14,6 +14,18 @@ const mx::array& absent() {
   return *array;
 }
 
+namespace {
+
+bool runs_shaders(mx::Stream stream) {
+#ifdef EXACTSPEC_SIMULATED_GPU
+  return true; // by streams of the CPU, since there are no others
+#else
+  return stream.device == mx::Device::gpu;
+#endif
+}
+
+} // namespace
+
 std::vector<mx::array> SequencePrimitive::build(
     std::shared_ptr<SequencePrimitive> primitive, const std::vector<mx::array>& inputs) {
   auto shapes = primitive->output_shapes(inputs);
@@ -59,10 +71,9 @@ std::pair<std::vector<mx::array>, std::vector<int>> SequencePrimitive::vmap(
     }
     std::copy(batch_shape.begin(), batch_shape.end(), shape.begin());
     x = mx::broadcast_to(x, shape, stream());
-#ifdef EXACTSPEC_METAL
-    // Shaders know one stride for all batch axes together.
-    x = batch_rank > 1 ? mx::contiguous(x, false, stream()) : x;
-#endif
+    if (batch_rank > 1 && runs_shaders(stream())) {
+      x = mx::contiguous(x, false, stream()); // shaders know one stride for all batch axes together
+    }
     moved.push_back(x);
   }
   auto outputs = build(clone(), moved);

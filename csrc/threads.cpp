@@ -4,9 +4,10 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdlib>
+#include <exception>
 #include <mutex>
-#include <system_error>
 #include <thread>
+#include <utility>
 #include <vector>
 
 namespace exactspec {
@@ -29,8 +30,8 @@ class Workers {
       for (; count_ < count; ++count_) {
         std::thread([this] { work(); }).detach();
       }
-    } catch (const std::system_error&) {
-      // Too few threads to be had: the calling thread does what the missing ones would have.
+    } catch (const std::exception&) {
+      // Too few threads or too little memory: the calling thread does what the missing ones would have.
     }
   }
 
@@ -57,13 +58,22 @@ class Workers {
     std::unique_lock<std::mutex> lock(mutex_);
     fn_ = nullptr;
     idle_.wait(lock, [this] { return active_ == 0; });
+    if (error_) {
+      std::rethrow_exception(std::exchange(error_, nullptr));
+    }
   }
 
  private:
   void claim(const std::function<void(int)>& fn, int n) {
     inside_parallel_for = true;
-    for (int i = next_++; i < n; i = next_++) {
-      fn(i);
+    try {
+      for (int i = next_++; i < n; i = next_++) {
+        fn(i);
+      }
+    } catch (...) {
+      next_ = n; // nobody begins another item
+      std::lock_guard<std::mutex> lock(mutex_);
+      error_ = error_ ? error_ : std::current_exception();
     }
     inside_parallel_for = false;
   }
@@ -94,6 +104,7 @@ class Workers {
   std::condition_variable wake_;
   std::condition_variable idle_;
   const std::function<void(int)>* fn_ = nullptr;
+  std::exception_ptr error_; // the first of the job
   int size_ = 0;
   int active_ = 0;
   unsigned generation_ = 0;

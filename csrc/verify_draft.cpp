@@ -33,8 +33,7 @@ std::vector<mx::array> verify_draft(
   mx::Shape batch_shape = check_target(kOp, "K", target_logits, token_bitmask);
   int num_draft_tokens = target_logits.shape(-2) - 1;
 
-  check_ids_dtype(kOp, "draft_tokens", draft_tokens);
-  check_shape(kOp, "draft_tokens", draft_tokens, with(batch_shape, {num_draft_tokens}));
+  check_draft_tokens(kOp, "a row for every draft and the bonus row", target_logits, draft_tokens);
   if (draft_lengths) {
     check_dtype(kOp, "draft_lengths", *draft_lengths, {mx::int32});
     check_shape(kOp, "draft_lengths", *draft_lengths, batch_shape);
@@ -50,7 +49,7 @@ std::vector<mx::array> verify_draft(
       draft.probs.value_or(absent()),
       draft.vocab.value_or(absent()),
       draft.stats.value_or(absent()),
-      noise_input(kOp, uniforms, keys, batch_shape, num_draft_tokens + 2),
+      noise_input(kOp, uniforms, keys, rule.kind, batch_shape, num_draft_tokens + 2),
       positions.value_or(absent()),
       token_bitmask.value_or(absent())};
   append_parameters(inputs, kOp, "sampling", sampling, batch_shape, stream);

@@ -3,9 +3,8 @@
 #include <numeric>
 #include <optional>
 
+#include "cpu_task.h"
 #include "draft_row_cpu.h"
-#include "mlx/allocator.h"
-#include "mlx/backend/cpu/encoder.h"
 #include "noise.h"
 #include "row_cpu.h"
 #include "threads.h"
@@ -48,7 +47,7 @@ class Sequence {
   void run() {
     fill_outputs();
     bool reads_draft = job_.options.draft == DraftKind::Dense;
-    if (!sampling_.valid() || (reads_draft && !draft_sampling_.valid())) {
+    if (!sampling_.valid() || (reads_draft && !draft_sampling_.valid()) || !job_.noise.valid(b_)) {
       status_ |= BAD_PARAMETER;
     } else {
       read_length();
@@ -370,9 +369,7 @@ class Sequence {
 } // namespace
 
 void VerifyDraft::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) {
-  for (auto& out : outputs) {
-    out.set_data(mx::allocator::malloc(out.nbytes()));
-  }
+  allocate(outputs);
   int batch = static_cast<int>(outputs[1].size());
   bool has_logprobs = options_.logprobs != Logprobs::None;
   bool has_rows = options_.draft != DraftKind::OneHot;
@@ -407,8 +404,7 @@ void VerifyDraft::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx:
   for (int i = 0; options_.stats && i < 4; ++i) {
     job->stats[i] = outputs[3 + has_logprobs + i].data<float>();
   }
-  auto& encoder = mx::cpu::get_command_encoder(stream());
-  encoder.dispatch([job, batch] {
+  dispatch(stream(), outputs, [job, batch] {
     job->draft.sort_columns();
     parallel_for(batch, [&](int b) { Sequence(*job, b).run(); });
   });

@@ -137,7 +137,8 @@ bool use_sequence_variant(mx::Stream stream, const MetalCall& call, const Geomet
     return variant == MetalVariant::Sequence;
   }
   // The last letter of the architecture tells the class of the GPU; core counts of its smaller parts.
-  char size_class = metal::device(stream.device).get_architecture().back();
+  const auto& architecture = metal::device(stream.device).get_architecture();
+  char size_class = architecture.empty() ? '?' : architecture.back();
   int cores = size_class == 'd' ? 60 : size_class == 's' ? 24 : size_class == 'p' ? 5 : 8;
   return g.batch >= cores || g.row_blocks == 1;
 }
@@ -167,11 +168,19 @@ std::vector<std::string> kernels_of(mx::Stream stream, const MetalCall& call, co
   return kernels;
 }
 
-// The stride of axis `axis` behind the batch axes; of the batch itself for -1. Batch axes are
-// contiguous among themselves.
+// The stride of axis `axis` behind the batch axes.
 int64_t stride(const mx::array& a, int core_rank, int axis) {
-  int at = static_cast<int>(a.ndim()) - core_rank + axis;
-  return at < 0 || (axis < 0 && a.shape(at) == 1) ? 0 : a.strides(at);
+  return a.strides(static_cast<int>(a.ndim()) - core_rank + axis);
+}
+
+// From one sequence to the next. Batch axes are contiguous among themselves, so the innermost tells; an
+// axis with one element may have any stride.
+int64_t batch_stride(const mx::array& a, int core_rank) {
+  int axis = static_cast<int>(a.ndim()) - core_rank - 1;
+  while (axis >= 0 && a.shape(axis) == 1) {
+    --axis;
+  }
+  return axis < 0 ? 0 : a.strides(axis);
 }
 
 VerifyDraftParams make_params(const MetalCall& call, const Geometry& g) {
@@ -187,7 +196,7 @@ VerifyDraftParams make_params(const MetalCall& call, const Geometry& g) {
   p.draft_misalign = static_cast<int>(in[V::DraftRows].offset() % 16);
   int target_rank = call.operation == MetalOperation::Sample ? 1 : 2;
   auto rows = [&](const mx::array& a, int rank, int64_t& batch, int64_t& row, int64_t& step) {
-    batch = stride(a, rank, -1);
+    batch = batch_stride(a, rank);
     row = rank == 2 ? stride(a, rank, 0) : 0;
     step = stride(a, rank, rank - 1);
   };
@@ -205,20 +214,20 @@ VerifyDraftParams make_params(const MetalCall& call, const Geometry& g) {
     rows(in[V::Bitmask], target_rank, p.mask_batch, p.mask_row, p.mask_step);
   }
   if (g.num_slots > 0) {
-    p.tokens_batch = stride(in[V::DraftTokens], 1, -1);
+    p.tokens_batch = batch_stride(in[V::DraftTokens], 1);
     p.tokens_step = stride(in[V::DraftTokens], 1, 0);
   }
-  p.noise_batch = stride(in[V::Noise], 1, -1);
+  p.noise_batch = batch_stride(in[V::Noise], 1);
   p.noise_step = stride(in[V::Noise], 1, 0);
-  p.lengths_batch = o.has_lengths ? stride(in[V::DraftLengths], 0, -1) : 0;
+  p.lengths_batch = o.has_lengths ? batch_stride(in[V::DraftLengths], 0) : 0;
   if (call.operation == MetalOperation::VerifyTree && g.num_slots > 0) {
-    p.parents_batch = stride(in[V::DraftLengths], 1, -1);
+    p.parents_batch = batch_stride(in[V::DraftLengths], 1);
     p.parents_step = stride(in[V::DraftLengths], 1, 0);
   }
-  p.positions_batch = o.rule.kind == Rule::Coupled ? stride(in[V::Positions], 0, -1) : 0;
+  p.positions_batch = o.rule.kind == Rule::Coupled ? batch_stride(in[V::Positions], 0) : 0;
   p.vocab_step = o.has_vocab ? in[V::DraftVocab].strides(0) : 0;
   for (int i = 0; i < 2 * kNumParameters; ++i) {
-    p.parameters[i] = stride(in[V::Parameters + i], 0, -1);
+    p.parameters[i] = batch_stride(in[V::Parameters + i], 0);
   }
   std::copy(o.rule.parameters.begin(), o.rule.parameters.end(), p.rule_parameters);
   return p;
@@ -275,7 +284,7 @@ void encode_metal(mx::Stream stream, MetalCall& call) {
   bool by_block = call.options.rule.kind == Rule::Block;
   int regions = call.options.stats || by_block ? g.batch * g.num_slots : g.batch;
   mx::array scattered =
-      call.options.has_vocab ? scratch(encoder, {regions, params.vocab_size}) : dummy;
+      call.options.has_vocab && g.num_slots > 0 ? scratch(encoder, {regions, params.vocab_size}) : dummy;
 
   bool has_digests = !reads_draft(call.options.rule.kind);
   mx::array digests =

@@ -31,8 +31,7 @@ std::vector<mx::array> verify_tree(
   mx::Shape batch_shape = check_target(kOp, "N", target_logits, token_bitmask);
   int num_nodes = target_logits.shape(-2) - 1;
 
-  check_ids_dtype(kOp, "draft_tokens", draft_tokens);
-  check_shape(kOp, "draft_tokens", draft_tokens, with(batch_shape, {num_nodes}));
+  check_draft_tokens(kOp, "the context's row and one for every node", target_logits, draft_tokens);
   check_dtype(kOp, "parents", parents, {mx::int32});
   check_shape(kOp, "parents", parents, with(batch_shape, {num_nodes}));
   check_draft(kOp, draft, batch_shape, num_nodes + 1);
@@ -45,7 +44,7 @@ std::vector<mx::array> verify_tree(
       draft.probs.value_or(absent()),
       draft.vocab.value_or(absent()),
       draft.stats.value_or(absent()),
-      noise_input(kOp, uniforms, keys, batch_shape, num_nodes + 2),
+      noise_input(kOp, uniforms, keys, Rule::Token, batch_shape, num_nodes + 2),
       token_bitmask.value_or(absent())};
   append_parameters(inputs, kOp, "sampling", sampling, batch_shape, stream);
   append_parameters(inputs, kOp, "draft_sampling", draft_sampling, batch_shape, stream);

@@ -5,9 +5,8 @@
 #include <numeric>
 #include <optional>
 
+#include "cpu_task.h"
 #include "draft_row_cpu.h"
-#include "mlx/allocator.h"
-#include "mlx/backend/cpu/encoder.h"
 #include "noise.h"
 #include "row_cpu.h"
 #include "threads.h"
@@ -207,7 +206,7 @@ class Walk {
   void run() {
     fill_outputs();
     bool reads_draft = job_.options.draft == DraftKind::Dense;
-    if (!sampling_.valid() || (reads_draft && !draft_sampling_.valid())) {
+    if (!sampling_.valid() || (reads_draft && !draft_sampling_.valid()) || !job_.noise.valid(b_)) {
       status_ |= BAD_PARAMETER;
     } else {
       find_end();
@@ -325,9 +324,7 @@ class Walk {
 } // namespace
 
 void VerifyTree::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) {
-  for (auto& out : outputs) {
-    out.set_data(mx::allocator::malloc(out.nbytes()));
-  }
+  allocate(outputs);
   int batch = static_cast<int>(outputs[2].size());
   auto view = [&](Input input, bool given, int core_rank) {
     return View(inputs[input], given ? core_rank : 0);
@@ -356,8 +353,7 @@ void VerifyTree::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::
       outputs[2].data<int32_t>(),
       outputs[3].data<uint32_t>(),
       options_.logprobs != Logprobs::None ? outputs[4].data<float>() : nullptr});
-  auto& encoder = mx::cpu::get_command_encoder(stream());
-  encoder.dispatch([job, batch] {
+  dispatch(stream(), outputs, [job, batch] {
     job->draft.sort_columns();
     parallel_for(batch, [&](int b) { Walk(*job, b).run(); });
   });

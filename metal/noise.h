@@ -6,10 +6,9 @@
 
 namespace exactspec {
 
-// Threefry-2x32 with 20 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011).
 inline uint2 threefry2x32(uint2 key, uint2 x) {
-  const int rotation[8] = {13, 15, 26, 6, 17, 29, 16, 24};
-  const uint keys[3] = {key.x, key.y, 0x1BD11BDA ^ key.x ^ key.y};
+  const int rotation[8] = THREEFRY_ROTATIONS;
+  const uint keys[3] = {key.x, key.y, THREEFRY_PARITY ^ key.x ^ key.y};
   x.x += keys[0];
   x.y += keys[1];
   UNROLLED(round, 20) {
@@ -30,18 +29,18 @@ inline float keyed_uniform(uint2 key, int i) {
   const int half_words = NOISE_WORDS / 2;
   uint2 words = threefry2x32(key, uint2(i % half_words, i % half_words + half_words));
   float bits = float(i < half_words ? words.x : words.y);
-  return min(bits * 2.3283064365386963e-10f, 0.99999994f);
+  return min(bits * WORD_SPACING, LARGEST_UNIFORM);
 }
 
 // Standard Gumbel noise -log(e) of a random word: x = word * 2**-32 + 2**-33 and e = -log1p(-x). So a
 // tail has all 32 bits, and no rounding of x to 1 lets an id win by an infinite score.
 inline float gumbel(uint word) {
-  float x = float(word) * 2.3283064365386963e-10f + 1.1641532182693481e-10f;
-  x = min(x, 0.99999994f);
-  // Near 0 log(1 - x) would lose the low bits of x: six terms of its series are within 1e-8.
+  float x = float(word) * WORD_SPACING + 0.5f * WORD_SPACING;
+  x = min(x, LARGEST_UNIFORM);
+  // Six terms of the series are within 1e-8.
   float tail = 1.0f / 3 + x * (1.0f / 4 + x * (1.0f / 5 + x * (1.0f / 6)));
   float series = x * (1 + x * (1.0f / 2 + x * tail));
-  float e = x < 0.0625f ? series : -precise::log(1 - x);
+  float e = x < GUMBEL_SERIES_END ? series : -precise::log(1 - x);
   return -precise::log(e);
 }
 
@@ -54,6 +53,15 @@ struct Noise {
   uint2 key() const { return uint2(data[0], data[step]); }
   float word(int i) const {
     return keyed ? keyed_uniform(key(), i) : as_type<float>(data[i * step]);
+  }
+  // Whether this lane's share of the uniforms are all in [0, 1): NaN is not.
+  bool valid(ushort lane) const {
+    bool good = true;
+    for (int i = lane; i < num_coins + 2 && !keyed; i += LANES) {
+      float u = word(i);
+      good = good && u >= 0 && u < 1;
+    }
+    return good;
   }
   float coin(int slot) const { return word(slot); }
   // The pair that draws a token, whatever the length of the sequence's draft.

@@ -123,9 +123,11 @@ struct RowSampling {
   int order;
 
   bool valid() const {
-    return temperature >= 0 && temperature < INFINITY && !isnan(top_p) && !isnan(min_p);
+    // All comparisons are false for NaN.
+    return temperature >= 0 && temperature < INFINITY && top_p >= 0 && top_p <= 1 && min_p >= 0 &&
+        min_p <= 1;
   }
-  bool greedy() const { return temperature < 1.17549435e-38f; } // 2**-126
+  bool greedy() const { return temperature < LEAST_TEMPERATURE; }
   bool has_filters() const { return !greedy() && (top_k > 0 || top_p < 1 || min_p > 0); }
   // The temperature at which filters are measured.
   float measured() const {

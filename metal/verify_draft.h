@@ -102,16 +102,16 @@ struct Sequence {
     s.top_p = in.top_p[side][b * stride[2]];
     s.min_p = in.min_p[side][b * stride[3]];
     s.order = order;
-    if (s.min_p > 1) {
-      s.top_k = 1; // no weight is that large, and one token always stays
-    }
     return s;
   }
 
-  bool valid() const {
+  bool valid_parameters() const {
     bool reads_draft = draft_kind == int(DraftKind::Dense);
     return target_sampling.valid() && (!reads_draft || draft_sampling.valid());
   }
+  // Whether the sequence gets a token at all; by one simdgroup. Kernels that only prepare what others
+  // decide on need not know of the uniforms.
+  bool valid() const { return valid_parameters() && !simd_any(!noise().valid(lane)); }
 
   int token(int slot) const {
     return in.draft_tokens[b * in.params->tokens_batch + slot * in.params->tokens_step];
@@ -299,7 +299,7 @@ struct Sequence {
     dist.cutoff = stat[STAT_CUTOFF * p.stats_step];
     float id = stat[STAT_CUTOFF_ID * p.stats_step];
     dist.finite = !(isnan(dist.max) || isnan(dist.log_norm) || isnan(dist.cutoff) || isnan(id));
-    dist.cutoff_id = dist.finite ? int(clamp(id, 0.0f, 1073741824.0f)) : 0;
+    dist.cutoff_id = dist.finite ? int(clamp(id, 0.0f, MAX_CUTOFF_ID)) : 0;
     dist.greedy = draft_sampling.greedy();
     dist.temperature = dist.greedy ? 1.0f : draft_sampling.temperature;
     return dist;
@@ -369,7 +369,7 @@ struct Sequence {
       bad = bad || (used && !(prob >= 0 && prob < INFINITY));
       mass += used ? prob : 0.0f;
     }
-    return simd_any(bad) || !(tree_sum(mass) <= 1.001f);
+    return simd_any(bad) || !(tree_sum(mass) <= MAX_SPARSE_MASS);
   }
 
   float draft_prob(int slot, int id, Distribution dist) const {

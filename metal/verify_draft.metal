@@ -12,7 +12,7 @@ using namespace exactspec;
   uint bits = 0;
   int r = int(group.y);
   int block = int(group.x * sequence.num_simdgroups + sequence.simdgroup);
-  if (sequence.valid() && sequence.needed(r, sequence.length(bits)) &&
+  if (sequence.valid_parameters() && sequence.needed(r, sequence.length(bits)) &&
       block < sequence.row(r).num_blocks()) {
     sequence.reduce(r, block);
   }
@@ -24,7 +24,8 @@ using namespace exactspec;
   SEQUENCE(group.z);
   uint bits = 0;
   int r = int(group.y);
-  if (sequence.valid() && sequence.row_filtered(r) && sequence.needed(r, sequence.length(bits))) {
+  if (sequence.valid_parameters() && sequence.row_filtered(r) &&
+      sequence.needed(r, sequence.length(bits))) {
     sequence.filter(r, memory);
   }
 }
@@ -35,7 +36,7 @@ using namespace exactspec;
   threadgroup int shared[4];
   threadgroup atomic_uint repeats;
   SEQUENCE(group.z);
-  if (!sequence.valid()) {
+  if (!sequence.valid_parameters()) {
     return;
   }
   if (sequence.simdgroup == 0) {

@@ -16,7 +16,7 @@ using namespace exactspec;
   TREE(group.z);
   int r = int(group.y);
   int block = int(group.x * sequence.num_simdgroups + sequence.simdgroup);
-  if (sequence.valid() && tree.needed(r) && block < sequence.row(r).num_blocks()) {
+  if (sequence.valid_parameters() && tree.needed(r) && block < sequence.row(r).num_blocks()) {
     sequence.reduce(r, block);
   }
 }
@@ -26,7 +26,7 @@ using namespace exactspec;
   FILTER_MEMORY;
   TREE(group.z);
   int r = int(group.y);
-  if (sequence.valid() && sequence.row_filtered(r) && tree.needed(r)) {
+  if (sequence.valid_parameters() && sequence.row_filtered(r) && tree.needed(r)) {
     sequence.filter(r, memory);
   }
 }

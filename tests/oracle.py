@@ -58,15 +58,19 @@ class Sampling(NamedTuple):
         return Sampling(temperature, int(values[1]), top_p, min_p, self.order)
 
     def bad(self) -> bool:
-        return not (np.isfinite(self.temperature) and self.temperature >= 0) or bool(
-            np.isnan(self.top_p) or np.isnan(self.min_p)
-        )
+        good = 0 <= self.temperature < np.inf and 0 <= self.top_p <= 1 and 0 <= self.min_p <= 1
+        return not good  # no comparison holds for NaN
 
     def greedy(self) -> bool:
         return self.temperature < 2.0**-126
 
 
 DEFAULT = Sampling()
+
+
+def bad_uniforms(uniforms: np.ndarray | None) -> bool:
+    """Whether a sequence's uniforms, used or not, are not all in [0, 1)."""
+    return uniforms is not None and not all(0 <= u < 1 for u in uniforms)
 
 
 class Row(NamedTuple):
@@ -467,7 +471,8 @@ def defers(target: Row, draft: Draft, rule: Cascade) -> tuple[bool, bool]:
 def decide(given: Sequence) -> Decision:
     """Accept a prefix of the draft and draw the token after it."""
     n = given.num_draft_tokens()
-    if given.sampling.bad() or (given.draft_logits is not None and given.draft_sampling.bad()):
+    bad = given.sampling.bad() or bad_uniforms(given.uniforms)
+    if bad or (given.draft_logits is not None and given.draft_sampling.bad()):
         return Decision(0, PLACEHOLDER, BAD_PARAMETER, False)
     status, tie = 0 if given.draft_length in (None, n) else OUT_OF_RANGE, False
     if given.rule == "block" and not given.sampling.greedy():
@@ -718,7 +723,7 @@ def sample(
         row_sampling = sampling.of_sequence(b)
         allowed = None if token_bitmask is None else token_bitmask[b]
         row_logits = masked(exact(logits[b]), allowed)
-        if row_sampling.bad():
+        if row_sampling.bad() or bad_uniforms(None if uniforms is None else uniforms[b]):
             status[b] |= BAD_PARAMETER
         elif bad_logits(row_logits):
             status[b] |= NON_FINITE_TARGET

@@ -312,6 +312,8 @@ def verify_tree(
 
 def decide(given: Tree, uniforms: np.ndarray) -> tuple[Outcome, int, bool]:
     """What given uniforms ``[N+2]`` lead to, the next token, and whether a decision was a tie."""
+    if oracle.bad_uniforms(uniforms):
+        return Outcome([], None, None, BAD_PARAMETER, False), PLACEHOLDER, False
     coins, pair = np.split(uniforms, [-2])
     ties = []
 

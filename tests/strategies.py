@@ -30,9 +30,8 @@ EPSILONS = (0.09, 0.0, 0.45, 0.95)  # no 0.5 or 1, which probabilities often are
 DELTAS = (0.3, 0.0, 0.9, 5.0)
 ALPHAS = (0.02, -1.0, -0.3, 0.1, 0.45, 0.95)  # no difference of two maxima that are often 1
 BAD_TEMPERATURES = (np.nan, np.inf, -1.0)
-# Arrays are not checked for these, and the filters' definitions hold: off, and the first id alone.
-TOP_PS_OUT_OF_RANGE = (1.5,)
-MIN_PS_OUT_OF_RANGE = (-0.5, 1.5)
+BAD_FRACTIONS = (np.nan, np.inf, -0.5, 1.5)  # of top_p and min_p
+BAD_UNIFORMS = (np.nan, np.inf, -0.25, 1.0)
 
 
 class Layout(NamedTuple):
@@ -139,12 +138,9 @@ def samplings(draw, rng: np.random.Generator, B: int) -> tuple[Sampling, oracle.
             array = np.where(rng.random(B) < 0.03, rng.choice(BAD_TEMPERATURES, size=B), array)
         elif choices is TOP_PS:
             array = np.where(rng.random(B) < 0.5, rng.random(B), array)
-            array = np.where(rng.random(B) < 0.02, np.nan, array)
-            strange = rng.choice(TOP_PS_OUT_OF_RANGE, size=B)
-            array = np.where(rng.random(B) < 0.05, strange, array)
+            array = np.where(rng.random(B) < 0.03, rng.choice(BAD_FRACTIONS, size=B), array)
         elif choices is MIN_PS:
-            strange = rng.choice(MIN_PS_OUT_OF_RANGE, size=B)
-            array = np.where(rng.random(B) < 0.05, strange, array)
+            array = np.where(rng.random(B) < 0.03, rng.choice(BAD_FRACTIONS, size=B), array)
         values.append(array.astype(np.int32 if choices is TOP_KS else np.float32))
     order = draw(st.sampled_from(["temperature_first", "temperature_last", "sequential"]))
     as_mx = [mx.array(v) if isinstance(v, np.ndarray) else v for v in values]
@@ -197,6 +193,8 @@ def add_noise(
         uniforms = random_uniforms(rng, (B, K + 2))
         if high_coins:
             uniforms[:, :K] = np.minimum(uniforms[:, :K] ** 0.1, np.float32(1 - 2.0**-24))
+        spoiled = rng.random(B) < 0.02
+        uniforms[spoiled, rng.integers(K + 2)] = rng.choice(BAD_UNIFORMS)
         law["uniforms"] = shared(uniforms)
         op["uniforms"] = lay_out(law["uniforms"], mx.float32, layout)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from fractions import Fraction
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from exactspec import Cascade, Sampling, Typical
+from exactspec import Cascade, Sampling, Typical, ops
 
 B, K, V, S = 2, 3, 40, 4
 
@@ -239,6 +240,20 @@ def test_draft_vocab(backend, shape, dtype):
     check_error(backend.verify_draft, "verify_draft", "draft_vocab", given)
 
 
+@pytest.mark.parametrize("batch", [(), (B,)])
+def test_forgotten_row_is_blamed_on_the_target(backend, batch):
+    """As many rows as drafts: the usual mistake."""
+    target, tokens = mx.zeros((*batch, K, V)), mx.zeros((*batch, K), mx.int32)
+    right = [*batch, K + 1, V]
+    message = re.escape(f"target_logits: expected shape {right} with draft_tokens {[*batch, K]} (")
+    got = re.escape(f"got {[*batch, K, V]}, a row too few")
+    for drafted in ({}, {"draft_logits": target}):
+        with pytest.raises(ValueError, match=rf"^\[verify_draft\] {message}.*bonus row.*{got}$"):
+            backend.verify_draft(target, tokens, **drafted)
+    with pytest.raises(ValueError, match=rf"^\[verify_tree\] {message}.*context's row.*{got}$"):
+        backend.verify_tree(target, tokens, tokens - 1)
+
+
 # Combinations
 
 
@@ -295,6 +310,48 @@ NO_RULES = [
     *("typical", "Typical", "cascade", "Cascade", "lossy", "tokens", "TOKEN", "no such rule", ""),
     *(None, True, 0, 3, ("typical", 0.09, 0.3), (3, 0.09, 0.3), Typical, Cascade, b"token"),
 ]
+
+
+@pytest.mark.parametrize("temperature", [0, 0.0, 1e-39])
+def test_cascade_needs_no_distribution_at_temperature_0(backend, temperature):
+    """It is not read there; what an array holds is not known when the graph is built."""
+    given = one_hot(rule=Cascade(), sampling=Sampling(temperature))
+    given["target_logits"] = mx.random.normal((B, K + 1, V), key=mx.random.key(0))
+    given["draft_tokens"] = mx.argmax(given["target_logits"], axis=-1)[:, :K].astype(mx.int32)
+    result, token = (backend.verify_draft(**{**given, "rule": r}) for r in (Cascade(), "token"))
+    assert result.num_accepted.tolist() == [K] * B
+    assert result.tokens.tolist() == token.tokens.tolist()
+    for unknown in (2.0**-126, mx.zeros((B,))):
+        check_error(
+            backend.verify_draft,
+            "verify_draft",
+            "rule",
+            {**given, "sampling": Sampling(unknown)},
+            came="temperature",
+        )
+
+
+def test_extension_refuses_uniforms_with_shared_noise():
+    """Not only the package in front of it."""
+    one, absent = mx.zeros((1,), mx.int32), [None] * 6
+    parameters = (1.0, 0.0, 1.0, 0.0, 0)
+    coupled, noise = ops.pack_rule("coupled"), (mx.zeros((1, 3)), None, one, None)
+    with pytest.raises(ValueError, match=r"^\[verify_draft\] uniforms: expected None with rule="):
+        ops._ext.verify_draft(
+            mx.zeros((1, 2, 4)),
+            one[None],
+            *absent,
+            parameters,
+            parameters,
+            coupled,
+            *noise,
+            0,
+            False,
+            mx.cpu,
+        )
+    pair = (mx.zeros((1, 2)), *noise[1:])
+    with pytest.raises(ValueError, match=r"^\[sample\] uniforms: expected None with rule="):
+        ops._ext.sample(mx.zeros((1, 4)), parameters, coupled[0], *pair, 0, mx.cpu)
 
 
 @pytest.mark.parametrize("rule", NO_RULES, ids=str)

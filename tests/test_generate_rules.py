@@ -119,6 +119,14 @@ def test_rules_that_do_not_fit(drafter, rule, message):
         run(tiny_llama(), drafter=drafter, rule=rule, max_tokens=5)
 
 
+def test_cascade_fits_every_chain_at_temperature_0():
+    """There the drafts' distribution is not read."""
+    greedy = {"max_tokens": 30, "sampling": Sampling(temperature=0)}
+    lookup = run(tiny_llama(), drafter=PromptLookup(), rule=Cascade(), **greedy)
+    assert lookup.tokens == run(tiny_llama(), **greedy).tokens
+    assert lookup.statistics.drafted > 0
+
+
 # Trees
 
 

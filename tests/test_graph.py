@@ -361,6 +361,80 @@ def test_vmap_sample(backend):
     )
 
 
+BATCHES = [(3, 1), (1, 3), (1, 1), (1, 2, 3), (2, 1, 3), (2, 3, 1), (1, 1, 3), (1, 3, 1), (3, 1, 1)]
+
+
+def calls_of_every_kind(backend, count: int) -> list[tuple]:
+    """Functions of a batch, and their inputs for ``count`` sequences that all differ."""
+    size, slots, nodes = 40, 2, 3
+    keys = mx.random.split(mx.random.key(3), 6)
+    rows = 2 * mx.random.normal((count, nodes + 1, size), key=keys[0])
+    drafts = rows + 0.5 * mx.random.normal(rows.shape, key=keys[1])
+    tokens = mx.random.categorical(drafts[:, :nodes], key=keys[2]).astype(mx.int32)
+    shared = {
+        "keys": mx.random.split(keys[3], count),
+        "temperature": mx.random.uniform(0.5, 1.5, (count,), key=keys[4]),
+        "top_k": mx.arange(count, dtype=mx.int32) + 20,
+    }
+    bitmask = mx.random.randint(-(2**31), 2**31 - 1, (count, nodes + 1, 2), key=keys[5])
+    chain = {
+        **shared,
+        "target_logits": rows[:, : slots + 1],
+        "draft_tokens": tokens[:, :slots],
+        "token_bitmask": bitmask[:, : slots + 1],
+    }
+    lengths = mx.arange(count, dtype=mx.int32) % (slots + 1)
+    support = mx.stack([tokens[:, :slots], (tokens[:, :slots] + 1) % size], axis=-1)
+    sparse = {"draft_ids": support, "draft_probs": mx.full(support.shape, 0.5)}
+    parents = mx.array([-1, -1, 0]) + mx.zeros((count, 1), mx.int32)
+    tree = {"target_logits": rows, "draft_tokens": tokens, "parents": parents}
+    positions = mx.arange(count, dtype=mx.int32) * 7
+
+    def sampled(operation, **options):
+        def call(temperature, top_k, **arguments):
+            sampling = Sampling(temperature, top_k)
+            return operation(sampling=sampling, logprobs="raw", **options, **arguments)
+
+        return call
+
+    verify, coupled = sampled(backend.verify_draft), {"rule": "coupled"}
+    return [
+        (verify, {**chain, "draft_logits": drafts[:, :slots], "draft_lengths": lengths}),
+        (verify, {**chain, **sparse}),
+        (sampled(backend.verify_draft, **coupled), {**chain, "positions": positions}),
+        (sampled(backend.sample), {**shared, "logits": rows[:, 0], "token_bitmask": bitmask[:, 0]}),
+        (
+            sampled(backend.sample, **coupled),
+            {**shared, "logits": rows[:, 0], "positions": positions},
+        ),
+        (
+            sampled(backend.verify_tree),
+            {**shared, **tree, "draft_logits": drafts, "token_bitmask": bitmask},
+        ),
+    ]
+
+
+@pytest.mark.parametrize("batch", BATCHES, ids=str)
+def test_vmap_over_batches_of_every_shape(backend, batch):
+    """An axis with one element may have any stride, wherever it stands."""
+    count = int(np.prod(batch))
+    for function, given in calls_of_every_kind(backend, count):
+        names = list(given)
+
+        def call(*values, function=function, names=names):
+            return array_fields(function(**dict(zip(names, values))))
+
+        wanted = call(*given.values())
+        mapped = call
+        for _ in batch[1:]:
+            mapped = mx.vmap(mapped)
+        got = mapped(*(x.reshape(*batch, *x.shape[1:]) for x in given.values()))
+        for x, y in zip(got, wanted, strict=True):
+            np.testing.assert_array_equal(np.array(x), np.array(y).reshape(x.shape))
+        if count > 1 and "draft_tokens" not in names:
+            assert len(set(wanted[0].tolist())) > 1
+
+
 # Streams and threads
 
 

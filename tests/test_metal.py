@@ -350,6 +350,21 @@ def check_cut(logits, ids, sampling, stats):
     np.testing.assert_allclose(log_norm, np.log(tempered[:kept].sum()), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("variant", ["sequence", "split"])
+@pytest.mark.parametrize("rule", ["token", "block"])
+@pytest.mark.parametrize("stats", [False, True])
+def test_vocabulary_map_without_slots(variant, rule, stats):
+    """No buffer is without elements, which the simulator would report."""
+    target = mx.random.normal((2, 1, 50), key=mx.random.key(0))
+    given = {"uniforms": mx.full((2, 2), 0.5), "rule": rule, "stats": stats}
+    draft = {"draft_logits": mx.zeros((2, 0, 5)), "draft_vocab": mx.arange(5, dtype=mx.int32)}
+    with simulator.options(variant=variant):
+        result = simulator.verify_draft(target, mx.zeros((2, 0), mx.int32), **draft, **given)
+        mx.eval(result)
+    wanted = sample(target[:, 0], uniforms=given["uniforms"]).tokens
+    assert result.tokens.tolist() == wanted[:, None].tolist()
+
+
 # At the first rejection the row pair is read again: 2 rows of 9 at K = 4; the block rule reads all
 # pairs again, or those from the end to the accepted prefix. Filters read the blocks that can hold
 # kept ids once more, and so do the coupled and typical rules then; a nucleus alone, which has more

@@ -179,6 +179,28 @@ def test_one_bad_row_among_good_ones(backend):
     assert np.isnan(np.array(result.logprobs)).tolist() == [True, True, True, False]
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 1.0, 1.5, -0.25])
+def test_bad_uniform(backend, bad):
+    """Either of the pair, and at temperature 0 as well."""
+    uniforms = mx.array([[0.5, 0.5], [bad, 0.5], [0.5, bad], [0.5, 0.5]])
+    for temperature in (1.0, 0.0):
+        sampling = Sampling(temperature)
+        result = backend.sample(mx.zeros((4, 3)), sampling, uniforms=uniforms, logprobs="raw")
+        assert result.status.tolist() == [0, 32, 32, 0]
+        assert (np.array(result.tokens) < 0).tolist() == [False, True, True, False]
+        assert np.isnan(np.array(result.logprobs)).tolist() == [False, True, True, False]
+        no_stats = np.isnan(np.array(result.row_stats))
+        assert no_stats.tolist() == [[bad] * 4 for bad in (False, True, True, False)]
+
+
+@pytest.mark.parametrize("field", ["top_p", "min_p"])
+@pytest.mark.parametrize("bad", [np.nan, 2.0, -1.0])
+def test_fraction_out_of_range_in_an_array(backend, field, bad):
+    sampling = Sampling(**{field: mx.array([bad, 0.0, 1.0])})
+    result = backend.sample(mx.zeros((3, 4)), sampling, uniforms=mx.full((3, 2), 0.6))
+    assert result.status.tolist() == [32, 0, 0] and result.tokens[0].item() == -1
+
+
 def test_tail_probabilities_are_not_floored(backend):
     """A block of mass 1e-9 is drawn from in proportion: u2 alone chooses inside a block."""
     logits = mx.zeros((1, 4096))

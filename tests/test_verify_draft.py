@@ -227,7 +227,7 @@ def test_nan_draft_stats(backend):
 @pytest.mark.parametrize(
     "field, bad",
     [("temperature", b) for b in (np.nan, np.inf, -np.inf, -1.0)]
-    + [("top_p", np.nan), ("min_p", np.nan)],
+    + [(name, b) for name in ("top_p", "min_p") for b in (np.nan, np.inf, -0.1, 1.1, 2.0)],
 )
 def test_bad_parameter_in_an_array(backend, side, field, bad):
     """It silences its own sequence only."""
@@ -244,6 +244,42 @@ def test_bad_parameter_in_an_array(backend, side, field, bad):
     assert result.num_accepted.tolist() == [1, 0, 1]
     assert result.tokens.tolist() == [[1, 0], [-1, -1], [1, 0]]
     assert np.isnan(np.array(result.logprobs)[1]).all()
+
+
+BAD_UNIFORMS = [np.nan, 1.0, -(2.0**-149)]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+@pytest.mark.parametrize("bad", BAD_UNIFORMS)
+def test_bad_uniform(backend, bad, temperature):
+    """Wherever it stands in its sequence, used or not, it silences that sequence only."""
+    K = 35  # more uniforms than a simdgroup has threads
+    target, tokens = mx.zeros((4, K + 1, 2)), mx.zeros((4, K), mx.int32)
+    for place in (0, 33, K + 1):
+        uniforms = mx.full((4, K + 2), 0.6)  # rejects slot 0
+        uniforms[1, place] = bad
+        uniforms[3, 0] = -0.0
+        result = backend.verify_draft(
+            target,
+            tokens,
+            uniforms=uniforms,
+            sampling=Sampling(temperature=temperature),
+            logprobs="filtered",
+            stats=True,
+        )
+        assert result.status.tolist() == [0, 32, 0, 0], place
+        assert result.tokens[1].tolist() == [-1] * (K + 1)
+        assert result.num_accepted[1].item() == 0 and result.tokens[0, 0].item() >= 0
+        assert np.isnan(np.array(result.logprobs)[1]).all()
+        assert all(np.isnan(np.array(values)[1]).all() for values in result.stats)
+
+
+def test_largest_and_smallest_uniforms_are_good(backend):
+    for value in (0.0, 2.0**-149, 1 - 2.0**-24):
+        result = backend.verify_draft(
+            mx.zeros((1, 2, 2)), mx.zeros((1, 1), mx.int32), uniforms=mx.full((1, 3), value)
+        )
+        assert result.status.tolist() == [0]
 
 
 def test_subnormal_temperature_is_zero(backend):

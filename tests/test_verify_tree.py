@@ -646,6 +646,24 @@ def test_bad_parameter_in_an_array(backend):
         assert np.isnan(np.array(result.logprobs)[1]).all()
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 1.0, 1.5, -0.25])
+def test_bad_uniform(backend, bad):
+    """Wherever it stands, used or not; parameters out of range likewise."""
+    arguments = (logs([[[0, 1], [1, 0]]] * 3), mx.ones((3, 1), mx.int32))
+    parents, good = mx.full((3, 1), -1, mx.int32), mx.full((3, 3), 0.5)
+    faults = [{"uniforms": good, "sampling": Sampling(min_p=mx.array([1.0, 1.5, 0.0]))}]
+    for place in range(3):
+        uniforms = good + 0
+        uniforms[1, place] = bad
+        faults += [{"uniforms": uniforms, "sampling": Sampling(t)} for t in (1.0, 0.0)]
+    for fault in faults:
+        result = backend.verify_tree(*arguments, parents, **fault, logprobs="raw")
+        assert result.status.tolist() == [0, 32, 0]
+        assert result.path.tolist() == [[0], [-1], [0]]
+        assert result.tokens.tolist() == [[1, 0], [-1, -1], [1, 0]]
+        assert np.isnan(np.array(result.logprobs)[1]).all()
+
+
 def test_result_dtypes_and_shapes(backend):
     tokens = mx.zeros((2, 3), mx.uint32)
     result = backend.verify_tree(

@@ -24,6 +24,7 @@ from rich.text import Text
 from . import Sampling, __version__
 from .blas import blas_in_use
 from .rules import EXACT_RULES, Cascade, Rule, Typical, check_rule
+from .sampling import is_greedy
 
 # mlx-lm takes seconds to import, so the functions that need it do that: --help must not wait.
 if TYPE_CHECKING:
@@ -256,7 +257,7 @@ def generate(
         is_tree = widths is not None or (num_branches or 1) > 1
         if is_tree and acceptance != "token":
             raise ValueError(f"--rule: expected token for a tree of drafts, got {rule!r}")
-        if isinstance(acceptance, Cascade) and draft_model is None:
+        if isinstance(acceptance, Cascade) and draft_model is None and not is_greedy(temperature):
             raise ValueError(f"--rule: expected --draft-model with it, got {rule!r} without")
         from .generate import check_options, stream_generate
 

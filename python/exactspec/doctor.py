@@ -115,7 +115,7 @@ def _stratified(device) -> tuple[bool, str]:
 def _keyed(device) -> tuple[bool, str]:
     """keyed noise equals mx.random's"""
     keys = mx.random.split(mx.random.key(0), 64)
-    noise = mx.stack([mx.random.uniform(shape=(256,), key=key) for key in keys])
+    noise = mx.stack([mx.random.uniform(shape=(_ext.NOISE_WORDS,), key=key) for key in keys])
     logits = mx.random.normal((64, 5000), key=mx.random.key(1))
     keyed = sample(logits, keys=keys, stream=device).tokens
     given = sample(logits, uniforms=noise[:, -2:], stream=device).tokens

@@ -11,16 +11,17 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import trim_prompt_cache
 
+from ._ext import MAX_KEYED_DRAFTS
 from .cached_model import CachedModel
 from .draft_length import DraftLength
 from .heads import Head, check_draft_vocab
 from .models import same_tokenizer
 from .ops import PLACEHOLDER_TOKEN, sample
 from .rules import Cascade, Rule
-from .sampling import Sampling, check_sampling
+from .sampling import Sampling, check_sampling, is_greedy
 
 # A key gives verify_draft this many coins.
-MAX_DRAFT_TOKENS = 254
+MAX_DRAFT_TOKENS = MAX_KEYED_DRAFTS
 
 # Entries of a head that may be due while it is not asked: they cost less together.
 MOST_ENTRIES_DUE = 16
@@ -260,7 +261,7 @@ class PromptLookup(Drafter):
         rule: Rule,
         position: int,
     ) -> None:
-        _check_rule_fits("PromptLookup", rule, is_tree=self.proposes_trees)
+        _check_rule_fits("PromptLookup", rule, sampling, is_tree=self.proposes_trees)
         self._text: list[int] = []
         # N-gram (of any length in use) -> positions of the token after its latest occurrences.
         self._followers: dict[tuple[int, ...], deque[int]] = {}
@@ -515,7 +516,7 @@ class DraftTree(_ModelDrafter):
         rule: Rule,
         position: int,
     ) -> None:
-        _check_rule_fits("DraftTree", rule, is_tree=True)
+        _check_rule_fits("DraftTree", rule, sampling, is_tree=True)
         self._begin(prompt, tokenizer, max_tokens, is_tree=True)
 
     def draft(self, limit: int, key: mx.array) -> Draft:
@@ -553,11 +554,14 @@ def _likeliest(rows: mx.array, count: int) -> mx.array:
     return mx.take_along_axis(ids, order, axis=-1).astype(mx.int32)
 
 
-def _check_rule_fits(op: str, rule: Rule, is_tree: bool) -> None:
-    """Raise ``ValueError`` for a rule that cannot judge certain (one-hot) drafts, or a tree."""
+def _check_rule_fits(op: str, rule: Rule, sampling: Sampling, is_tree: bool) -> None:
+    """Raise ``ValueError`` for a rule that cannot judge certain (one-hot) drafts, or a tree.
+
+    At temperature 0 every rule judges by the target alone.
+    """
     if is_tree and rule != "token":
         raise ValueError(f"[{op}] rule: expected 'token' for a tree of drafts, got {rule!r}")
-    if isinstance(rule, Cascade):
+    if isinstance(rule, Cascade) and not is_greedy(sampling.temperature):
         raise ValueError(
             f"[{op}] rule: expected one that does not read the draft's distribution (these drafts "
             f"have none; DraftModel's do), got {rule!r}"

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ._ext import LEAST_TEMPERATURE
 from .cached_model import CachedModel
 from .detokenizer import Detokenizer
 from .drafters import MAX_DRAFT_TOKENS, Draft, Drafter, depths, propose
@@ -456,7 +457,7 @@ def _verify(
         end = path[-1] if path else -1
         is_complete = not any(u and parent == end for parent, u in zip(draft.parents, used))
     # Below the smallest normal float32 a temperature counts as 0, and then no draft row is read.
-    is_greedy = temperature < 2**-126
+    is_greedy = temperature < LEAST_TEMPERATURE
     reads_draft = not is_greedy and rule != "coupled" and not isinstance(rule, Typical)
     # The status of the draft row that ended the draft, if the text came to it: a row that the rule
     # does not read ends the draft only, as do rows of a tree, where other nodes go on.
@@ -465,8 +466,8 @@ def _verify(
         drawn = draft_status[num_accepted]
     if (status | drawn) & Status.BAD_PARAMETER:
         raise ValueError(
-            "[stream_generate] sampling: expected finite parameters in range, got an array with "
-            "NaN, an infinite or a negative value"
+            "[stream_generate] sampling: expected a finite temperature >= 0, top_p and min_p in "
+            "[0, 1], got an array with another value"
         )
     if status & Status.NON_FINITE_TARGET:
         error = NonFiniteLogitsError(0, num_accepted, "target")

@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from . import _ext
 from .rules import EXACT_RULES, Cascade, Rule, check_rule, is_exact, pack_rule
-from .sampling import ORDERS, Sampling, check_sampling
+from .sampling import ORDERS, Sampling, check_sampling, is_greedy
 
 PLACEHOLDER_TOKEN = _ext.PLACEHOLDER_TOKEN
 """Fills ``tokens`` behind the last emitted one, and marks unused draft slots."""
@@ -28,19 +28,20 @@ class Status(IntFlag):
     reached when all earlier drafts were accepted. Other sequences of the batch are unaffected.
     """
 
-    NON_FINITE_TARGET = 1
+    NON_FINITE_TARGET = _ext.NON_FINITE_TARGET  # 1
     """A target row has NaN, +inf or no finite logit: the sequence stops there (next token -1)."""
-    BAD_DRAFT = 2
+    BAD_DRAFT = _ext.BAD_DRAFT  # 2
     """The same of a draft row, or sparse probabilities that are NaN, negative, infinite or add up
     to more than 1.001, or NaN ``draft_stats``: the sequence stops there (next token -1)."""
-    OUT_OF_RANGE = 4
+    OUT_OF_RANGE = _ext.OUT_OF_RANGE  # 4
     """A draft token or length is out of range; see :func:`verify_draft`."""
-    ZERO_DRAFT_PROB = 8
+    ZERO_DRAFT_PROB = _ext.ZERO_DRAFT_PROB  # 8
     """A draft token has draft probability 0: accepted iff its target probability is positive."""
-    BAD_PARENT = 16
+    BAD_PARENT = _ext.BAD_PARENT  # 16
     """A node's parent does not come before it: the tree ends there; see :func:`verify_tree`."""
-    BAD_PARAMETER = 32
-    """NaN, infinite or negative temperature, or a NaN filter, in a parameter array: no token."""
+    BAD_PARAMETER = _ext.BAD_PARAMETER  # 32
+    """In an array: a temperature that is NaN, infinite or negative, a ``top_p`` or ``min_p`` that
+    is NaN or outside [0, 1], or a uniform that is NaN or outside [0, 1), used or not: no token."""
 
 
 class VerifyStats(NamedTuple):
@@ -234,7 +235,8 @@ def verify_draft(
         draft_sampling: those of a dense draft (default: the target's).
         rule: ``"token"``, ``"block"``, ``"coupled"``, or a lossy rule.
         uniforms: ``[B, K + 2]`` float32 in [0, 1): coin ``i`` at ``i``, the draw's pair at ``K``
-            and ``K + 1``, also for shorter drafts. Not with ``"coupled"``.
+            and ``K + 1``, also for shorter drafts. Another value in a row, used or not, sets
+            ``Status.BAD_PARAMETER``. Not with ``"coupled"``.
         keys: ``[B, 2]`` uint32, as ``mx.random.key`` gives: with
             ``r = mx.random.uniform(shape=(256,), key=keys[b])`` coin ``i`` is ``r[i]`` and the pair
             ``r[254], r[255]``, for every ``K <= 254``. The draft's own sampling must use other
@@ -282,10 +284,10 @@ def verify_draft(
     draft_sampling = check_draft_sampling(op, draft_logits, draft_sampling, sampling)
     check_rule(op, rule, EXACT_RULES)
     one_hot = draft_logits is None and draft_ids is None and draft_tokens.shape[-1:] != (0,)
-    if isinstance(rule, Cascade) and one_hot:
+    if isinstance(rule, Cascade) and one_hot and not is_greedy(sampling.temperature):
         raise ValueError(
             f"[{op}] rule: expected draft_logits or draft_ids with {rule!r} (a one-hot draft is "
-            "always certain), got neither"
+            "always certain), got neither, and a temperature that is not the number 0"
         )
     check_choice(op, "logprobs", logprobs, LOGPROBS)
     check_stream(op, stream)
@@ -343,7 +345,7 @@ def sample(
         sampling: temperature and filters.
         rule: ``"independent"``, or ``"coupled"``: the choice by noise that is a function of key,
             position and token id, as in :func:`verify_draft`.
-        uniforms: ``[B, 2]`` float32 in [0, 1).
+        uniforms: ``[B, 2]`` float32 in [0, 1); another value sets ``Status.BAD_PARAMETER``.
         keys: ``[B, 2]`` uint32; the pair is ``r[254], r[255]`` as in :func:`verify_draft`. With
             neither, ``mx.random`` supplies keys.
         positions: ``[B]`` int32, with ``"coupled"`` only: the token's absolute position.

@@ -22,15 +22,18 @@ from typing import NamedTuple, Optional
 import mlx.core as mx
 
 from . import ops
+from ._ext import (
+    DRAW_BLOCK,
+    LARGEST_UNIFORM,
+    LEAST_TEMPERATURE,
+    MAX_KEYED_DRAFTS,
+    MAX_SPARSE_MASS,
+    NOISE_WORDS,
+    WORD_SPACING,
+)
 from .ops import SampleResult, Status, Stream, VerifyResult, VerifyStats
 from .rules import Cascade, Rule, Typical, is_exact
 from .sampling import Number, Sampling
-
-DRAW_BLOCK = 2048
-"""A token is drawn in two levels: a block of this many ids, then an id inside it."""
-
-MAX_SPARSE_MASS = 1.001
-"""A sparse draft's probabilities are final; more than this in a row is an error upstream."""
 
 
 class Rows(NamedTuple):
@@ -160,13 +163,20 @@ def _has_filters(sampling: Sampling) -> bool:
 def good_parameters(sampling: Sampling) -> mx.array:
     """Bool ``[B]`` or ``[1]``: no bad value in a parameter array."""
     temperature, top_p, min_p = (_parameter(sampling[i])[:, 0, 0] for i in (0, 2, 3))
-    usable = both(temperature >= 0, temperature < mx.inf)  # false for NaN
-    return both(usable, ~mx.isnan(top_p), ~mx.isnan(min_p))
+    usable = both(temperature >= 0, temperature < mx.inf)  # false for NaN, as are the others
+    return both(usable, top_p >= 0, top_p <= 1, min_p >= 0, min_p <= 1)
+
+
+def good_noise(uniforms: Optional[mx.array]) -> mx.array:
+    """Bool ``[B]`` or ``[1]``: all uniforms ``[B, N]`` are in [0, 1), used or not."""
+    if uniforms is None:
+        return mx.array([True])
+    return mx.all(both(uniforms >= 0, uniforms < 1), axis=-1)  # false for NaN
 
 
 def is_greedy(sampling: Sampling) -> mx.array:
     """Bool ``[B, 1, 1]`` or ``[1, 1, 1]``: temperature 0, or so small that it counts as 0."""
-    return _parameter(sampling.temperature) < 2.0**-126
+    return _parameter(sampling.temperature) < LEAST_TEMPERATURE
 
 
 def tempering(sampling: Sampling) -> mx.array:
@@ -241,7 +251,7 @@ def find_cutoff(logits: mx.array, sampling: Sampling) -> Optional[tuple]:
         of_equal = kept - mx.sum(logits > logit, axis=-1, keepdims=True)
         counted = mx.cumsum((logits == logit).astype(mx.int32), axis=-1)
         cutoff_id = mx.argmax(counted >= of_equal, axis=-1, keepdims=True)
-    elif isinstance(sampling.temperature, mx.array) or sampling.temperature < 2.0**-126:
+    elif isinstance(sampling.temperature, mx.array) or sampling.temperature < LEAST_TEMPERATURE:
         logit, cutoff_id = mx.array(-mx.inf), mx.array(logits.shape[-1] - 1)
     else:
         return None
@@ -541,7 +551,7 @@ def threefry2x32(key: tuple, first: mx.array, second: mx.array) -> tuple[mx.arra
 
 def gumbel(words: mx.array) -> mx.array:
     """Standard Gumbel noise of uint32 words. The cap keeps it finite."""
-    x = mx.minimum(words.astype(mx.float32) * 2.0**-32 + 2.0**-33, 1 - 2.0**-24)
+    x = mx.minimum((words.astype(mx.float32) + 0.5) * WORD_SPACING, LARGEST_UNIFORM)
     return -mx.log(-mx.log1p(-x))
 
 
@@ -631,12 +641,13 @@ def noise(
 ) -> tuple[mx.array, mx.array]:
     """Coins ``[B, num_coins]`` and the draw's pair ``[B, 2]``.
 
-    A key stands for 256 uniforms whatever the draft's length, so that padding changes nothing.
+    A key stands for ``NOISE_WORDS`` uniforms whatever the draft's length, so that padding changes
+    nothing.
     """
     if uniforms is not None:
         return uniforms[:, :num_coins], uniforms[:, num_coins:]
-    words = mx.vmap(lambda key: mx.random.uniform(shape=(256,), key=key))(keys)
-    return words[:, :num_coins], words[:, 254:]
+    words = mx.vmap(lambda key: mx.random.uniform(shape=(NOISE_WORDS,), key=key))(keys)
+    return words[:, :num_coins], words[:, MAX_KEYED_DRAFTS:]
 
 
 def verify_draft(
@@ -694,7 +705,7 @@ def verify_draft(
     with nullcontext() if stream is None else mx.stream(stream):
         logits, tokens = batched(target_logits), batched(draft_tokens).astype(mx.int32)
         K, vocab_size = tokens.shape[-1], logits.shape[-1]
-        valid = good_parameters(sampling)
+        valid = both(good_parameters(sampling), good_noise(batched(uniforms)))
         target = target_distribution(logits, sampling, batched(token_bitmask))
         if draft_logits is not None:
             draft_sampling = draft_sampling or sampling
@@ -780,8 +791,9 @@ def sample(
     with nullcontext() if stream is None else mx.stream(stream):
         rows = as_rows(logits)
         target = target_distribution(rows, sampling, as_rows(token_bitmask))
-        valid, good = good_parameters(sampling), target.good()[:, 0]
         noise_rows = [x if x is None or has_batch else x[None] for x in (uniforms, keys, positions)]
+        valid = both(good_parameters(sampling), good_noise(noise_rows[0]))
+        good = target.good()[:, 0]
         if rule == "coupled":
             drawn = coupled_choices(target, *noise_rows[1:])[:, 0]
         else:

@@ -23,6 +23,7 @@ from .reference import (
     dense_draft,
     draw_token,
     either,
+    good_noise,
     good_parameters,
     is_greedy,
     noise,
@@ -228,7 +229,7 @@ def verify_tree(
         logits, tokens = batched(target_logits), batched(draft_tokens).astype(mx.int32)
         nodes = batched(parents)
         N, vocab_size = tokens.shape[-1], logits.shape[-1]
-        valid = good_parameters(sampling)
+        valid = both(good_parameters(sampling), good_noise(batched(uniforms)))
         target = target_distribution(logits, sampling, batched(token_bitmask))
         if draft_logits is not None:
             draft_sampling = draft_sampling or sampling

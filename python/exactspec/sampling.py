@@ -8,6 +8,8 @@ from typing import NamedTuple, Union
 
 import mlx.core as mx
 
+from ._ext import LEAST_TEMPERATURE
+
 # From here on a number rounds to infinity in float32.
 FLOAT32_LIMIT = 2.0**128 - 2.0**103
 INT32_LIMIT = 2**31
@@ -32,8 +34,10 @@ class Sampling(NamedTuple):
         temperature: ``>= 0``. Weights are ``exp((logit - max) / temperature)``; 0 puts all mass on
             the largest logit (lowest id among ties). Below 2**-126 counts as 0.
         top_k: keep exactly the first ``top_k`` tokens; ``<= 0`` or ``>= V`` is off.
-        top_p: keep a token while the mass strictly before it is ``< top_p``; 0 and 1 are off.
-        min_p: keep a token while its weight relative to the largest is ``>= min_p``; 0 is off.
+        top_p: in [0, 1]. Keep a token while the mass strictly before it is ``< top_p``; 0 and 1
+            are off.
+        min_p: in [0, 1]. Keep a token while its weight relative to the largest is ``>= min_p``; 0
+            is off.
         order: on which masses the filters are measured.
             ``"temperature_first"``: temper, measure each filter on the full tempered
             distribution, keep the intersection.
@@ -78,6 +82,11 @@ def check_sampling(op: str, argument: str, sampling: Sampling) -> None:
         if not legal:
             got = describe_number(value)
             raise ValueError(f"[{op}] {name}: expected a value {expected}, got {got}")
+
+
+def is_greedy(temperature: Number) -> bool:
+    """Whether it is a number that counts as 0; what arrays hold is not known yet."""
+    return not isinstance(temperature, mx.array) and temperature < LEAST_TEMPERATURE
 
 
 def is_number(value) -> bool:

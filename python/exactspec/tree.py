@@ -90,7 +90,8 @@ def verify_tree(
         draft_sampling: those of a dense draft (default: the target's).
         replacement: whether siblings were drawn independently. One-hot drafts do not depend on it.
         uniforms: ``[B, N + 2]`` float32 in [0, 1): node ``j``'s coin at ``j``, the draw's pair at
-            ``N`` and ``N + 1``.
+            ``N`` and ``N + 1``. Another value in a row, used or not, sets
+            ``Status.BAD_PARAMETER``.
         keys: ``[B, 2]`` uint32: as for :func:`exactspec.verify_draft`, coin ``j`` is node ``j``'s,
             for ``N <= 254``.
         token_bitmask: ``[B, N + 1, ceil(V / 32)]`` int32, bit 1 = allowed, rows as the target's.

@@ -460,6 +460,12 @@ CommandEncoder::ConcurrentContext::~ConcurrentContext() {
 }
 
 void CommandEncoder::set_input_array(const array& a, int idx, int64_t offset) {
+  if (a.size() == 0) {
+    metal_sim::report(
+        "empty buffer",
+        pipeline_->kernel->name,
+        "buffer " + std::to_string(idx) + " is an array without elements: on a GPU it is null");
+  }
   auto* buffer = a.buffer().ptr();
   next_inputs_.insert(buffer);
   needs_barrier_ = needs_barrier_ || prev_outputs_.count(buffer);
