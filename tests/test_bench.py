@@ -18,6 +18,7 @@ from exactspec.bench import operation, plan, report
 from exactspec.bench.operation import SETTINGS, Case, Wrong, check_law, check_tokens, measure
 from exactspec.bench.peers import OURS, Absent, NumpyRule, Peer, make_peers
 from test_cli import save_model
+from toy_models import tiny_head, tiny_llama, toy_tokenizer
 from typer.testing import CliRunner
 
 SMALL = (2, 4, 5000)  # more than one block of the draw
@@ -358,3 +359,15 @@ def test_quick_measures_less():
     assert {case.cold for case in cases()} == {False, True}
     if mx.default_device() == mx.Device(mx.cpu):
         assert cases(threads=[1])[0].threads == 1
+
+
+def test_the_loops_peers_of_a_model_with_a_head():
+    from exactspec.bench import loop
+
+    target = tiny_llama()
+    models = loop.Models(target, target, tiny_head(target, [1, 2, 5]), toy_tokenizer(), {})
+    peers = loop.make_peers(models, 4)
+    # The head alone, and what the command does by default.
+    assert list(peers)[-2:] == ["draft head", "prompt lookup, else draft head"]
+    texts = [peer([5, 7, 1, 4, 5, 7, 1], 0.0, 12, 0).tokens for peer in peers.values()]
+    assert texts == texts[:1] * len(peers)

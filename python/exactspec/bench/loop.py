@@ -20,7 +20,7 @@ from rich.progress import Progress
 
 from .. import Sampling
 from ..cached_model import PREFILL_CHUNK
-from ..drafters import Drafter, DraftModel, MTPDrafter, PromptLookup
+from ..drafters import Drafter, DraftModel, Hybrid, MTPDrafter, PromptLookup
 from ..generate import stream_generate
 from ..heads import DraftHead, load_default_head
 from ..models import DEFAULT_MODEL, load
@@ -126,6 +126,11 @@ def make_peers(models: Models, num_draft_tokens: int) -> dict[str, Peer]:
         # Its later drafts are seldom accepted.
         count = min(num_draft_tokens, 2)
         peers["draft head"] = _ours(models, lambda: MTPDrafter(head, count))
+        # As `exactspec generate` drafts by default.
+        peers["prompt lookup, else draft head"] = _ours(
+            models,
+            lambda: Hybrid(PromptLookup(num_draft_tokens, min_ngram=3), MTPDrafter(head)),
+        )
     return peers
 
 
