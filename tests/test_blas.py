@@ -47,7 +47,6 @@ def run(code: str, **environment: str) -> subprocess.CompletedProcess:
         env={**inherited, **environment},
         capture_output=True,
         text=True,
-        timeout=120,
         check=False,
     )
 
