@@ -102,6 +102,7 @@ def in_process(command: str, **environment: str) -> str:
     return result.stdout
 
 
+@pytest.mark.quick(name=["portable"])
 @pytest.mark.parametrize("name", ["portable", "avx2"])
 def test_replay(name):
     """The oracle's ids, as ``test_verify_draft.py`` and ``test_sample.py`` test them."""

@@ -53,6 +53,7 @@ SOUND_CASES = [
 ]
 
 
+@pytest.mark.quick(order=["random"])
 @pytest.mark.parametrize("order", simulator.ORDERS)
 @pytest.mark.parametrize("case", SOUND_CASES, ids=lambda c: f"{c.kernel}-{c.x.shape}")
 def test_mlx_kernels_are_right_and_sound(case, order):
