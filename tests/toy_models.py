@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -195,3 +196,121 @@ def first_difference_gap(
         scores += oracle.gumbel(key, len(prompt) + same, len(scores))
     best = np.sort(scores)[-2:]
     return float(best[1] - best[0])
+
+
+_LONGCAT = {
+    "hidden_size": 32,
+    "ffn_hidden_size": 32,
+    "moe_topk": 2,
+    "expert_ffn_hidden_size": 16,
+    "n_routed_experts": 2,
+    "zero_expert_num": 2,
+    "num_layers": 2,
+    "vocab_size": 32,
+    "max_position_embeddings": 1000,
+    "num_attention_heads": 2,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
+    "routed_scaling_factor": 1.0,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e4,
+    "mla_scale_q_lora": True,
+    "mla_scale_kv_lora": True,
+    "attention_bias": False,
+    "zero_expert_type": "identity",
+}
+
+# Two layers each, with every kind of cache that mlx-lm has for one sequence.
+ARCHITECTURES = {
+    "llama": {**LLAMA_CONFIG, "vocab_size": 32},
+    "gemma3_text": {  # RotatingKVCache, KVCache
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "intermediate_size": 64,
+        "num_attention_heads": 2,
+        "head_dim": 16,
+        "query_pre_attn_scalar": 16,
+        "vocab_size": 32,
+        "sliding_window": 8,
+        "sliding_window_pattern": 2,
+    },
+    "deepseek_v32": {  # CacheList(KVCache, KVCache) twice
+        "vocab_size": 32,
+        "hidden_size": 32,
+        "index_head_dim": 16,
+        "index_n_heads": 2,
+        "index_topk": 4,
+        "intermediate_size": 32,
+        "moe_intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "n_shared_experts": 1,
+        "n_routed_experts": 4,
+        "kv_lora_rank": 16,
+        "q_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "qk_nope_head_dim": 8,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+    },
+    "longcat_flash": {**_LONGCAT, "attention_method": "MLA"},
+    "longcat_flash_ngram": {  # ArraysCache, then CacheList
+        **_LONGCAT,
+        "ngram_vocab_size_ratio": 4,
+        "emb_neighbor_num": 2,
+        "emb_split_num": 2,
+    },
+    "qwen3_next": {  # ArraysCache, KVCache
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "intermediate_size": 32,
+        "num_attention_heads": 2,
+        "linear_num_value_heads": 2,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "linear_conv_kernel_dim": 3,
+        "num_experts": 2,
+        "num_experts_per_tok": 1,
+        "decoder_sparse_step": 1,
+        "shared_expert_intermediate_size": 16,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 16,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": 32,
+        "num_key_value_heads": 1,
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.5,
+        "max_position_embeddings": 1000,
+        "head_dim": 16,
+        "full_attention_interval": 2,
+    },
+    "mamba": {  # ArraysCache alone
+        "vocab_size": 32,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "state_size": 8,
+        "num_hidden_layers": 2,
+        "conv_kernel": 3,
+        "use_bias": False,
+        "use_conv_bias": True,
+        "time_step_rank": 4,
+    },
+}
+
+
+def tiny_model(architecture: str) -> nn.Module:
+    """A random model of one of ``ARCHITECTURES``."""
+    module = importlib.import_module(f"mlx_lm.models.{architecture}")
+    mx.random.seed(0)
+    config = {"model_type": architecture, **ARCHITECTURES[architecture]}
+    model = module.Model(module.ModelArgs(**config))
+    # Large weights, so that greedy text does not settle on one token.
+    model.update(tree_map(lambda w: 4 * w if w.ndim == 2 else w, model.parameters()))
+    mx.eval(model.parameters())
+    return model

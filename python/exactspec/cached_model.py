@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.cache import CacheList, KVCache, make_prompt_cache, trim_prompt_cache
+from mlx_lm.models.cache import KVCache, make_prompt_cache, trim_prompt_cache
+
+from .caches import Fingerprint, Snapshot, leaves, remember, token_count
 
 # Tokens per forward while the prompt is read: bounds the memory of attention over a long prompt.
 PREFILL_CHUNK = 512
 
 # What mlx-lm's models call the part of them that turns tokens into hidden states.
 _BACKBONES = ("model", "transformer", "backbone")
+
+
+class CacheChangedError(RuntimeError):
+    """Something else has changed the cache of a text meanwhile."""
 
 
 class CachedModel:
@@ -30,35 +37,60 @@ class CachedModel:
             returning logits ``[1, n, V]``.
         cache: the caller's cache, as from ``mlx_lm.models.cache.make_prompt_cache``; it is
             updated in place. Default: a new one.
+        op: what the caller gave it to, for errors.
+
+    Raises:
+        TypeError, ValueError: for a cache that is no list, or has another number of layers than
+            the model's own.
     """
 
-    def __init__(self, model: Any, cache: list[Any] | None = None):
+    def __init__(self, model: Any, cache: list[Any] | None = None, *, op: str = "CachedModel"):
         self.model = model
+        self._op = op
+        self._cache_is_callers = cache is not None
+        if cache is not None:
+            check_layers(op, model, cache)
         self.cache = make_prompt_cache(model) if cache is None else cache
         self.pending: list[int] = []
         self.num_drafts = 0
+        self.num_settled = 0  # tokens that became text since the cache was taken over
         self._ancestors: list[list[int]] = []  # of each draft in a tree, itself the last
-        self._cache_is_callers = cache is not None
         self._receive: Callable[[mx.array], None] | None = None
         self._recorder: _Recorder | None = None
         self._hidden: list[mx.array] = []  # of what was fed since ``settle``
+        self._num_before = token_count(self.cache)
+        # Of a caller's cache, which outlives this text: what takes back a change that was not
+        # finished, and what the cache was when it was changed last.
+        self._undo: tuple[Any, ...] | None = None
+        self._left: Fingerprint | None = None
         # The graph of one token tells the width of the logits; it is never evaluated.
         self.vocab_size: int = model(mx.zeros((1, 1), mx.int32)).shape[-1]
 
     @property
-    def length(self) -> int:
-        """Tokens of the text; without those in a caller's cache that does not count them."""
-        return getattr(self.cache[0], "offset", 0) - self.num_drafts + len(self.pending)
+    def length(self) -> int | None:
+        """Tokens of the text; None for a recurrent cache that something else has filled."""
+        return None if self._num_before is None else self._num_before + self.num_settled
 
     def check_trimmable(self, op: str, num_tokens: int) -> None:
         """Raise ``ValueError`` if the cache could not be rolled back within ``num_tokens`` more."""
-        classes = {name for cache in self.cache for name in _untrimmable(cache, num_tokens)}
+        # A rotating cache overwrites its oldest tokens once it is full.
+        classes = {
+            type(leaf).__name__
+            for leaf in leaves(self.cache)
+            if not leaf.is_trimmable()
+            or num_tokens >= getattr(leaf, "max_size", math.inf) - getattr(leaf, "offset", 0)
+        }
         if classes:
             raise ValueError(
-                f"[{op}] prompt_cache: expected caches that can be rolled back anywhere in the "
+                f"[{op}] {self._argument}: expected caches that can be rolled back anywhere in the "
                 f"next {num_tokens} tokens, got {', '.join(sorted(classes))}; decode without a "
                 "drafter (a rotating cache will do until it is full)"
             )
+
+    @property
+    def _argument(self) -> str:
+        """Where the cache comes from."""
+        return "prompt_cache" if self._cache_is_callers else "model"
 
     def hand_over_hidden_states(self, op: str, receive: Callable[[mx.array], None]) -> mx.array:
         """From now on call ``receive`` with the hidden states of the text, a piece at a time.
@@ -94,9 +126,8 @@ class CachedModel:
         """Feed all pending tokens but the last, in chunks, and evaluate the cache."""
         while len(self.pending) > 1:
             chunk = self.pending[: min(PREFILL_CHUNK, len(self.pending) - 1)]
-            self._forward(mx.array(chunk, mx.int32))
             # They are in the cache from here on, also if evaluating it is interrupted.
-            del self.pending[: len(chunk)]
+            self._feed(mx.array(chunk, mx.int32)[None], self.pending[len(chunk) :], 0)
             if self._receive is not None:
                 self._receive(_joined(self._hidden))
                 self._hidden = []
@@ -112,18 +143,15 @@ class CachedModel:
         Returns:
             Logits of every position fed, ``[len(pending) + n, V]``.
         """
-        pending = mx.array(self.pending, mx.int32)
-        logits = self._forward(mx.concatenate([pending, drafts.astype(mx.int32)]))
-        self.pending = []
-        self.num_drafts += drafts.size
-        return logits
+        tokens = mx.concatenate([mx.array(self.pending, mx.int32), drafts.astype(mx.int32)])
+        return self._feed(tokens[None], [], drafts.size)[0]
 
     def check_tree(self, op: str) -> None:
         """Raise ``ValueError`` if the cache cannot hold a tree, or the model not see one."""
         classes = {type(cache).__name__ for cache in self.cache if type(cache) is not KVCache}
         if classes:
             raise ValueError(
-                f"[{op}] prompt_cache: expected KVCache in every layer to draft a tree, got "
+                f"[{op}] {self._argument}: expected KVCache in every layer to draft a tree, got "
                 f"{', '.join(sorted(classes))}"
             )
         visible = mx.ones((2, 2), mx.bool_)
@@ -169,11 +197,7 @@ class CachedModel:
         visible = mx.array(rows)
         layers = [_TreeLayer(cache, positions, visible) for cache in self.cache]
         tokens = mx.concatenate([mx.array(self.pending, mx.int32), drafts.astype(mx.int32)])
-        logits = self._call(tokens[:, None], layers)[:, 0]
-        self.pending = []
-        self.num_drafts += len(parents)
-        self._ancestors = ancestors
-        return logits
+        return self._feed(tokens[:, None], [], len(parents), layers, ancestors)[:, 0]
 
     def settle(
         self, tokens: list[int], num_accepted: int, path: Sequence[int] | None = None
@@ -184,62 +208,143 @@ class CachedModel:
             tokens: what became text; the first ``num_accepted`` of them are drafts.
             path: numbers of those drafts, ascending. Default: they are the first drafts.
         """
+        if self._is_changed():
+            raise CacheChangedError(
+                f"[{self._op}] prompt_cache: expected the cache as this text left it, got one that "
+                "something else has changed since"
+            )
         kept = min(num_accepted, self.num_drafts)
-        hidden = _joined(self._hidden) if self._hidden else None
+        fed = list(range(kept))
         if path is not None:
             fed = [node for node in path[:num_accepted] if node < self.num_drafts]
             kept = len(fed)
-            if fed != list(range(kept)):
-                if hidden is not None:
-                    start = hidden.shape[0] - self.num_drafts
-                    hidden[start : start + kept] = hidden[mx.array(fed) + start]
-                for cache in self.cache:
-                    _compact(cache, cache.offset - self.num_drafts, fed)
-        if kept < self.num_drafts:
-            trim_prompt_cache(self.cache, self.num_drafts - kept)
         num_rejected = self.num_drafts - kept
-        self.num_drafts = 0
-        self._ancestors = []
-        self._hidden = []
-        self.pending += tokens[kept:]
+        moved = fed if fed != list(range(kept)) else []
+        hidden = _joined(self._hidden) if self._hidden else None
+        if hidden is not None and moved:
+            start = hidden.shape[0] - self.num_drafts
+            hidden[start : start + kept] = hidden[mx.array(moved) + start]
+        with self._change(of_layers=bool(moved or num_rejected)):
+            if moved:
+                for cache in self.cache:
+                    _compact(cache, cache.offset - self.num_drafts, moved)
+            if num_rejected:
+                trim_prompt_cache(self.cache, num_rejected)
+            self.pending = self.pending + tokens[kept:]
+            self.num_drafts = 0
+            self.num_settled += len(tokens)
+            self._ancestors = []
+            self._hidden = []
         if hidden is not None:
             self._receive(hidden[: hidden.shape[0] - num_rejected])
 
     def forget(self, num_tokens: int) -> None:
         """Take the last ``num_tokens`` tokens of the text back; there are no drafts."""
         num_pending = min(num_tokens, len(self.pending))
-        del self.pending[len(self.pending) - num_pending :]
-        trim_prompt_cache(self.cache, num_tokens - num_pending)
+        with self._change():
+            self.pending = self.pending[: len(self.pending) - num_pending]
+            trim_prompt_cache(self.cache, num_tokens - num_pending)
+            self.num_settled -= num_tokens
 
     def finish(self) -> None:
         """Feed what is pending, so that a cache of the caller's holds the whole text."""
         self._receive = None  # there is no draft to come
-        if self._cache_is_callers and self.pending:
+        if not self._cache_is_callers or self._is_changed():
+            return
+        if self.pending:
             self.prefill()
             self.feed(mx.zeros((0,), mx.int32))
             mx.eval([c.state for c in self.cache])
+        if self.length is not None:
+            remember(self.cache, self.length)
 
-    def _forward(self, tokens: mx.array) -> mx.array:
-        return self._call(tokens[None], self.cache)[0]
+    def leave(self, text: list[int]) -> bool:
+        """Finish with ``text`` and no other token, whatever was interrupted before.
 
-    def _call(self, tokens: mx.array, cache: list[Any]) -> mx.array:
-        """Call the model; if it fails half-way, every layer's cache is what it was."""
+        A cache that something else has changed meanwhile is left as it is.
+
+        Args:
+            text: the tokens since the cache was taken over.
+
+        Returns:
+            Whether a caller's cache holds them; false if it could not be rolled back.
+        """
+        self._receive = None
+        if not self._cache_is_callers:
+            return True
+        if not self._take_back():
+            return False
+        if not self._is_changed():
+            self._hidden = []
+            self.settle(text[self.num_settled :], 0)
+            if self.num_settled > len(text):
+                self.forget(self.num_settled - len(text))
+            self.finish()
+        return True
+
+    def _feed(
+        self,
+        tokens: mx.array,
+        pending: list[int],
+        num_drafts: int,
+        layers: list[Any] | None = None,
+        ancestors: list[list[int]] | None = None,
+    ) -> mx.array:
+        """Call the model; then ``pending`` is left, and there are so many drafts more."""
         # Another model of the same tokenizer may be padded to a wider vocabulary. Its padding ids
         # must not index past this model's embedding; what they are replaced by does not matter,
         # since no text that is kept depends on it.
         tokens = mx.minimum(tokens, self.vocab_size - 1)
-        before = [getattr(layer, "offset", None) for layer in self.cache]
-        try:
-            logits = self.model(tokens, cache=cache)
-        except BaseException:
-            for layer, offset in zip(self.cache, before):
-                if offset is not None and layer.offset != offset and layer.is_trimmable():
-                    layer.trim(layer.offset - offset)
-            raise
-        if self._receive is not None:
-            # As it is: it is evaluated with the logits, whichever thread goes on from there.
-            self._hidden.append(self._recorder.take())
+        with self._change():
+            logits = self.model(tokens, cache=self.cache if layers is None else layers)
+            if self._receive is not None:
+                # As it is: it is evaluated with the logits, whichever thread goes on from there.
+                self._hidden = [*self._hidden, self._recorder.take()]
+            self.pending = pending
+            self.num_drafts += num_drafts
+            if ancestors is not None:
+                self._ancestors = ancestors
         return logits
+
+    def _is_changed(self) -> bool:
+        """Whether something else has changed a caller's cache."""
+        return self._left is not None and not self._left.matches(self.cache)
+
+    @contextmanager
+    def _change(self, of_layers: bool = True) -> Iterator[None]:
+        """Have a change of a caller's cache happen as a whole or, on an error, not at all.
+
+        The cache of a text that has none of the caller's ends with it.
+        """
+        if not self._cache_is_callers:
+            yield
+            return
+        left, self._left = self._left, None
+        self._undo = (
+            Snapshot(self.cache if of_layers else ()),
+            (self.pending, self.num_drafts, self.num_settled, self._ancestors, self._hidden),
+        )
+        try:
+            yield
+            self._left = Fingerprint(self.cache) if of_layers or left is None else left
+            self._undo = None  # from here on it has happened
+        except BaseException:
+            self._take_back()
+            raise
+
+    def _take_back(self) -> bool:
+        """Take back a change that was not finished; whether that was possible.
+
+        It may be interrupted and called again.
+        """
+        if self._undo is not None:
+            snapshot, fields = self._undo
+            if not snapshot.restore():
+                return False
+            self.pending, self.num_drafts, self.num_settled, self._ancestors, self._hidden = fields
+            self._left = Fingerprint(self.cache)
+            self._undo = None
+        return True
 
 
 def _joined(hidden: list[mx.array]) -> mx.array:
@@ -285,12 +390,18 @@ def _recorded(model: Any) -> tuple[Any, _Recorder] | None:
     return outer, recorder
 
 
-def _untrimmable(cache: Any, num_tokens: int) -> list[str]:
-    if isinstance(cache, CacheList):
-        return [name for inner in cache.caches for name in _untrimmable(inner, num_tokens)]
-    # A rotating cache overwrites its oldest tokens once it is full.
-    room = getattr(cache, "max_size", math.inf) - getattr(cache, "offset", 0)
-    return [] if cache.is_trimmable() and num_tokens < room else [type(cache).__name__]
+def check_layers(op: str, model: Any, cache: Any) -> None:
+    """Raise ``TypeError`` or ``ValueError`` for a cache that is none of the model's."""
+    expected = len(make_prompt_cache(model))
+    if not isinstance(cache, (list, tuple)):
+        raise TypeError(
+            f"[{op}] prompt_cache: expected a list of {expected} layers, got {type(cache).__name__}"
+        )
+    if len(cache) != expected:
+        raise ValueError(
+            f"[{op}] prompt_cache: expected {expected} layers, as make_prompt_cache makes them for "
+            f"this model, got {len(cache)}"
+        )
 
 
 def _compact(cache: KVCache, start: int, kept: list[int]) -> None:

@@ -144,7 +144,8 @@ class Drafter:
         """Take the target's hidden states of the next n tokens of the text, from its first on.
 
         While the prompt is read, they come in chunks of it, up to its last token but one. Then they
-        come in every cycle before ``extend``: of the text's last token, and of the accepted ones.
+        come in every cycle before ``extend``: of the text's last token, and of the accepted ones;
+        not in a cycle that is broken off.
         An empty piece comes before ``begin``, so that a wrong d is refused before anything is read.
 
         Args:
@@ -333,25 +334,32 @@ class _ModelDrafter(Drafter):
                 f"[{op}] tokenizer: expected the target's tokenizer, got another one; a draft "
                 "model must come from the same family as the target"
             )
-        model = CachedModel(self.model, self.prompt_cache)
+        model = CachedModel(self.model, self.prompt_cache, op=op)
         model.check_trimmable(op, len(prompt) + max_tokens)
         if is_tree:
             model.check_tree(op)
-        model.settle(prompt, 0)
+        self._model = model
         try:
+            model.settle(prompt, 0)
             model.prefill()
         except BaseException:
             # The target has not seen the prompt: both caches stay what they were.
-            model.forget(len(prompt))
+            model.leave([])
             raise
-        self._model = model
 
     def _withdraw(self, prompt: list[int]) -> None:
-        self._model.forget(len(prompt))
+        self._model.leave([])
 
     def finish(self) -> None:
         if self._model is not None:
             self._model.finish()
+
+
+def model_drafters(drafter: Drafter | None) -> list[_ModelDrafter]:
+    """Those with a model of their own among a drafter and all that it asks."""
+    parts = [] if drafter is None else _parts(drafter)
+    # A drafter may know a part by two names.
+    return list({id(part): part for part in parts if isinstance(part, _ModelDrafter)}.values())
 
 
 class DraftModel(_ModelDrafter):

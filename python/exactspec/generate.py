@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from numbers import Integral
@@ -12,13 +13,18 @@ import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ._ext import LEAST_TEMPERATURE
-from .cached_model import CachedModel
+from .cached_model import CacheChangedError, CachedModel, check_layers
+from .caches import Holder, Superseded
 from .detokenizer import Detokenizer
-from .drafters import MAX_DRAFT_TOKENS, Draft, Drafter, depths, propose
+from .drafters import MAX_DRAFT_TOKENS, Draft, Drafter, depths, model_drafters, propose
 from .ops import PLACEHOLDER_TOKEN, Status, verify_draft
 from .rules import EXACT_RULES, Rule, Typical, check_rule, is_exact
 from .sampling import Sampling, check_sampling
 from .tree import verify_tree
+
+# The device's buffers that are not in use are given back every so many tokens: they come in ever
+# new sizes as the text grows. mlx-lm does so as often.
+CLEAR_EVERY = 256
 
 
 class NonFiniteLogitsError(ArithmeticError):
@@ -212,6 +218,8 @@ def stream_generate(
 ) -> Iterator[GeneratedToken]:
     """Generate text token by token.
 
+    Nothing is done, and no argument is looked at, before the first token is asked for.
+
     The text has exactly the distribution that ``sampling`` gives the model, whatever the drafter
     proposes: speculative sampling (Leviathan et al., arXiv:2211.17192, algorithm 1; Chen et al.,
     arXiv:2302.01318, algorithm 2). At temperature 0 it is the text of plain greedy decoding,
@@ -246,7 +254,9 @@ def stream_generate(
         prompt_cache: a cache as from ``mlx_lm.models.cache.make_prompt_cache``, holding the text
             that precedes the prompt, to be continued in place. However the generation ends, the
             cache then holds the prompt and every token that was yielded, and no other; if the
-            drafter could not begin the text, it holds what it held before.
+            drafter could not begin the text, it holds what it held before. A generation that is
+            suspended keeps its cache, and the drafter's, until it is closed; the next one on either
+            of them closes it.
         profile: measure the time of each phase. This waits for the device three times a cycle
             and so makes it a little slower.
 
@@ -256,48 +266,110 @@ def stream_generate(
     Raises:
         TypeError, ValueError: with the first token, for arguments out of range, for a cache that
             cannot be rolled back (rotating, recurrent) with a drafter, and for a model that does
-            not show its hidden states to a drafter that needs them.
-        RuntimeError: for a drafter that has begun another text meanwhile.
+            not show its hidden states to a drafter that needs them; for a cache of another number
+            of layers than the model's, one that another thread generates with, one whose last text
+            could not be ended (interrupted twice, or the model failed), and under ``"coupled"`` one
+            whose number of tokens is not known.
+        RuntimeError: for a drafter or a cache that another text has begun with meanwhile.
         NonFiniteLogitsError: for NaN or infinite logits, after the tokens before them.
     """
+    holder = Holder()
+    text = _text(
+        holder,
+        *(model, tokenizer, prompt, drafter, sampling, rule, max_tokens, stop_tokens, seed),
+        *(logprobs, prompt_cache, profile),
+    )
+    stream = _until_superseded(text)
+    holder.generator = weakref.ref(stream)
+    return stream
+
+
+def _until_superseded(text: Iterator[GeneratedToken]) -> Iterator[GeneratedToken]:
+    try:
+        yield from text
+    except Superseded:
+        yield None  # to the text that takes the caches over
+        raise RuntimeError(
+            "[stream_generate] prompt_cache: expected one that still serves this text, got one "
+            "that another text began with; use one for each text"
+        ) from None
+
+
+def _text(
+    holder: Holder,
+    model: Any,
+    tokenizer: Any,
+    prompt: str | list[int] | mx.array,
+    drafter: Drafter | None,
+    sampling: Sampling,
+    rule: Rule,
+    max_tokens: int,
+    stop_tokens: Collection[int] | None,
+    seed: int | None,
+    logprobs: str | None,
+    prompt_cache: list[Any] | None,
+    profile: bool,
+) -> Iterator[GeneratedToken]:
     check_options(drafter, sampling, rule, max_tokens, seed)
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
-    target = CachedModel(model, prompt_cache)
-    is_new = all(layer.empty() for layer in target.cache)
-    prompt = _prompt_tokens(prompt, tokenizer, target.vocab_size, is_new)
-    if drafter is None:
-        drafter = Drafter()
-    else:
-        target.check_trimmable("stream_generate", len(prompt) + max_tokens)
-        if drafter.proposes_trees:
-            target.check_tree("stream_generate")
-    if stop_tokens is None:
-        stop_tokens = tokenizer.eos_token_ids
-    else:
-        stop_tokens = _token_ids("stop_tokens", "token ids", stop_tokens)
-    stop_tokens = frozenset(stop_tokens)
-    detokenizer = Detokenizer(tokenizer, prompt)
-    statistics = Statistics(prompt_tokens=len(prompt))
-    clock = _PhaseClock(statistics, profile)
-    if seed is None:
-        key = mx.random.randint(0, 2**31 - 1, (2,)).astype(mx.uint32)
-    else:
-        key = mx.random.key(seed)
-    mx.async_eval(key)  # until then an array belongs to the thread that made it
-
-    def receive(hidden: mx.array) -> None:
-        if drafter._serves is statistics:
-            drafter.receive(hidden)
-
-    if drafter.needs_hidden_states:
-        drafter.receive(target.hand_over_hidden_states("stream_generate", receive))
-
-    finish_reason = None
-    drafter._serves = statistics
+    caches = [("stream_generate", model, prompt_cache)]
+    for part in model_drafters(drafter):
+        caches.append((type(part).__name__, part.model, part.prompt_cache))
+    for op, its_model, cache in caches:
+        if cache is not None:
+            check_layers(op, its_model, cache)
+    statistics = Statistics()
+    target = None
+    text: list[int] = []  # what the caches are to hold, once the drafter has begun
+    # While a cycle is open: the length of the text before it, and the drafts accepted in it.
+    cycle_start, num_accepted = None, 0
     try:
+        for op, _, cache in caches:
+            if cache is not None:
+                holder.claim(f"[{op}] prompt_cache", cache)
+        target = CachedModel(model, prompt_cache, op="stream_generate")
+        prompt = _prompt_tokens(prompt, tokenizer, target.vocab_size, target.length == 0)
+        if drafter is None:
+            drafter = Drafter()
+        else:
+            target.check_trimmable("stream_generate", len(prompt) + max_tokens)
+            if drafter.proposes_trees:
+                target.check_tree("stream_generate")
+        if rule == "coupled" and target.length is None:
+            raise ValueError(
+                "[stream_generate] prompt_cache: expected one that counts its tokens or was empty "
+                "when stream_generate began with it, for the rule 'coupled', got "
+                f"{type(target.cache[0]).__name__} with an unknown number"
+            )
+        if stop_tokens is None:
+            stop_tokens = tokenizer.eos_token_ids
+        else:
+            stop_tokens = _token_ids("stop_tokens", "token ids", stop_tokens)
+        stop_tokens = frozenset(stop_tokens)
+        detokenizer = Detokenizer(tokenizer, prompt)
+        statistics.prompt_tokens = len(prompt)
+        clock = _PhaseClock(statistics, profile)
+        if seed is None:
+            key = mx.random.randint(0, 2**31 - 1, (2,)).astype(mx.uint32)
+        else:
+            key = mx.random.key(seed)
+        mx.async_eval(key)  # until then an array belongs to the thread that made it
+
+        def receive(hidden: mx.array) -> None:
+            if drafter._serves is statistics:
+                drafter.receive(hidden)
+
+        if drafter.needs_hidden_states:
+            drafter.receive(target.hand_over_hidden_states("stream_generate", receive))
+
+        finish_reason = None
+        clear_at = CLEAR_EVERY
+        for part in model_drafters(drafter):
+            part._model = None  # of its last text
+        drafter._serves = statistics
         start = time.perf_counter()
-        position = target.length + len(prompt)
+        position = (target.length or 0) + len(prompt)
         drafter.begin(
             prompt,
             tokenizer=tokenizer,
@@ -306,62 +378,86 @@ def stream_generate(
             rule=rule,
             position=position,
         )
+        text = list(prompt)
         target.settle(prompt, 0)
         target.prefill()
         statistics.prompt_time = time.perf_counter() - start
         while finish_reason is None:
-            yielded: list[int] = []
-            num_accepted = 0
-            path = None
+            cycle_start, num_accepted = len(text), 0
             room = max_tokens - statistics.generated_tokens
-            try:
-                if drafter._serves is not statistics:
-                    raise RuntimeError(
-                        "[stream_generate] drafter: expected one that still serves this text, got "
-                        f"a {type(drafter).__name__} that began another; use one for each text"
-                    )
-                start = clock.start()
-                if rule == "coupled":
-                    draft_key = verify_key = key
-                else:
-                    # Were noise shared between drafting, verification and the next cycle, residual
-                    # draws would be biased.
-                    key, draft_key, verify_key = mx.random.split(key, 3)
-                # A cycle yields one token more than it accepts.
-                draft = propose(drafter, min(room - 1, MAX_DRAFT_TOKENS), draft_key)
-                clock.lap("draft_time", draft.draft_tokens)
-                logits = _feed(target, draft)
-                clock.lap("target_time", logits)
-                at = position + statistics.generated_tokens
-                cycle = _verify(logits, draft, sampling, rule, verify_key, at, logprobs, key)
-                clock.lap("verify_time")
-                num_accepted, path = cycle.num_accepted, cycle.path
-                items = _stream(cycle, room, stop_tokens, detokenizer, statistics)
-                seconds = time.perf_counter() - start
-                # An accepted draft behind a stop token is no text.
-                statistics._count_cycle(cycle.num_drafts, [i.source for i in items], seconds)
-                statistics.exact &= cycle.exact
-                drafter.observe(cycle.num_drafts, num_accepted, seconds)
-                for item in items:
-                    finish_reason = item.finish_reason
-                    yielded.append(item.token)
-                    statistics.generated_tokens += 1
-                    yield item
-                if cycle.error is not None and finish_reason is None:
-                    raise cycle.error
-            finally:
-                # What the consumer did not get is no text: it lay after a stop token, or the
-                # consumer went away.
-                num_accepted = min(num_accepted, len(yielded))
-                target.settle(yielded, num_accepted, path)
-                if drafter._serves is statistics:
-                    drafter.extend(yielded, num_accepted)
-    finally:
-        try:
-            target.finish()
-        finally:
+            if drafter._serves is not statistics:
+                raise RuntimeError(
+                    "[stream_generate] drafter: expected one that still serves this text, got "
+                    f"a {type(drafter).__name__} that began another; use one for each text"
+                )
+            start = clock.start()
+            if rule == "coupled":
+                draft_key = verify_key = key
+            else:
+                # Were noise shared between drafting, verification and the next cycle, residual
+                # draws would be biased.
+                key, draft_key, verify_key = mx.random.split(key, 3)
+            # A cycle yields one token more than it accepts.
+            draft = propose(drafter, min(room - 1, MAX_DRAFT_TOKENS), draft_key)
+            clock.lap("draft_time", draft.draft_tokens)
+            logits = _feed(target, draft)
+            clock.lap("target_time", logits)
+            at = position + statistics.generated_tokens
+            cycle = _verify(logits, draft, sampling, rule, verify_key, at, logprobs, key)
+            clock.lap("verify_time")
+            items = _stream(cycle, room, stop_tokens, detokenizer, statistics)
+            seconds = time.perf_counter() - start
+            # An accepted draft behind a stop token is no text.
+            statistics._count_cycle(cycle.num_drafts, [i.source for i in items], seconds)
+            statistics.exact &= cycle.exact
+            drafter.observe(cycle.num_drafts, cycle.num_accepted, seconds)
+            tokens = [item.token for item in items]
+            text += tokens
+            num_accepted = min(cycle.num_accepted, len(tokens))
+            for item in items:
+                finish_reason = item.finish_reason
+                statistics.generated_tokens += 1
+                yield item
+            target.settle(tokens, num_accepted, cycle.path)
+            cycle_start = None
             if drafter._serves is statistics:
-                drafter.finish()
+                drafter.extend(tokens, num_accepted)
+            if cycle.error is not None and finish_reason is None:
+                raise cycle.error
+            if statistics.generated_tokens >= clear_at:
+                mx.clear_cache()
+                clear_at += CLEAR_EVERY
+    finally:
+        # What the consumer did not get is no text: it went away, or an error came between.
+        del text[statistics.prompt_tokens + statistics.generated_tokens :]
+        serves = drafter is not None and drafter._serves is statistics
+        models = [] if target is None else [target]
+        if serves:
+            models += [part._model for part in model_drafters(drafter) if part._model is not None]
+        try:
+            if serves and cycle_start is not None:
+                tokens = text[cycle_start:]
+                drafter.extend(tokens, min(num_accepted, len(tokens)))
+        except CacheChangedError:
+            pass  # the cache is no longer this text's
+        finally:
+            try:
+                _leave(holder, models, text)
+            finally:
+                if serves:
+                    drafter.finish()
+
+
+def _leave(holder: Holder, models: list[CachedModel], text: list[int]) -> None:
+    """Leave the caches with the text, and to others; an interruption has it done again."""
+    try:
+        is_whole = all([model.leave(text) for model in models])
+    except BaseException:
+        if all([model.leave(text) for model in models]):
+            holder.release()
+        raise
+    if is_whole:
+        holder.release()
 
 
 def generate(
