@@ -698,7 +698,7 @@ def test_nan_that_no_token_depends_on():
         (
             {"sampling": Sampling(temperature=mx.array(-1.0))},
             ValueError,
-            r"sampling: expected finite parameters",
+            r"sampling: expected a finite temperature >= 0, .* got an array",
         ),
     ],
 )
