@@ -212,7 +212,7 @@ MUTANTS = [
     Mutant(
         "coupled: a uniform may round to 1",
         "csrc/block_ops_impl.h",
-        "x = x < largest ? x : Floats{} + largest;",
+        "x = x < LARGEST_UNIFORM ? x : Floats{} + LARGEST_UNIFORM;",
         "",
         ("tests/test_rules.py::test_gumbel_of_words[portable]",),
     ),
