@@ -50,12 +50,24 @@ bool has_weight(float logit, float max, float temperature) {
 
 float measured_temperature(const RowSampling& sampling) {
   bool untempered = sampling.greedy() ||
-      (sampling.has_filters() && sampling.order == Order::TemperatureLast);
+      (sampling.has_filters() && measures_untempered(sampling.order));
   return untempered ? 1.0f : sampling.temperature;
 }
 
 bool uses_top_k(const RowSampling& sampling, const Row& row) {
   return sampling.top_k > 0 && sampling.top_k < row.size;
+}
+
+// The smallest logit that min_p keeps: exp((l - max) / T) >= min_p, solved for l and rounded up to the
+// next float32.
+float min_p_logit(const RowSampling& sampling, float max, float temperature) {
+  if (!(sampling.min_p > 0)) {
+    return -kInf;
+  }
+  double exact = max + temperature * std::log(static_cast<double>(sampling.min_p));
+  auto logit = static_cast<float>(exact);
+  logit = logit < exact ? std::nextafter(logit, kInf) : logit;
+  return std::min(logit, max);
 }
 
 // Maximum and mass of every block of a row, whose parts may be read by several threads.
@@ -202,6 +214,17 @@ class RankSearch {
     }
   }
 
+  // Mass of the first `limit` ids.
+  double mass(size_t limit) const {
+    double sum = 0;
+    size_t count = 0;
+    for (const Bin& bin : bins_) {
+      sum += bin.mass;
+      count += bin.count;
+    }
+    return count > 0 && count <= limit ? sum : shortest(limit, kInf).mass;
+  }
+
   // The shortest prefix that holds `limit` ids or at least this mass.
   Prefix shortest(size_t limit, double wanted) const {
     int chosen = 0;
@@ -314,12 +337,18 @@ class RankSearch {
   std::vector<Bin> bins_; // none: one bin
 };
 
-// The ids that top_k and top_p keep, at the temperature they are measured at.
+// The ids that top_k and top_p keep, at the temperature they are measured at; with Order::MinPFirst of
+// those at or above `min_p_floor`.
 Prefix rank_prefix(
-    const Row& row, const RowSampling& sampling, const BlockSums& sums, float temperature) {
+    const Row& row,
+    const RowSampling& sampling,
+    const BlockSums& sums,
+    float temperature,
+    float min_p_floor) {
   bool use_top_k = uses_top_k(sampling, row);
   bool use_top_p = sampling.top_p > 0 && sampling.top_p < 1;
-  bool renormalised = use_top_p && use_top_k && sampling.order == Order::Sequential;
+  bool min_p_first = sampling.order == Order::MinPFirst && sampling.min_p > 0;
+  bool renormalised = use_top_p && (use_top_k || min_p_first) && filters_in_turn(sampling.order);
   size_t limit = use_top_k ? sampling.top_k : row.size;
   double total = sums.total;
 
@@ -331,6 +360,9 @@ Prefix rank_prefix(
     std::nth_element(maxima.begin(), maxima.begin() + (limit - 1), maxima.end(), std::greater<>());
     floor = maxima[limit - 1];
   }
+  if (min_p_first) {
+    floor = std::max(floor, min_p_floor);
+  }
   if (use_top_p && !renormalised) {
     // Ids this light cannot add up to the mass that the nucleus leaves out (half, for rounding).
     double tail = 0.5 * (1 - static_cast<double>(sampling.top_p)) * total / row.size;
@@ -338,7 +370,7 @@ Prefix rank_prefix(
   }
   RankSearch search(row, sums, temperature, floor, few);
   if (renormalised) {
-    total = search.shortest(limit, kInf).mass;
+    total = search.mass(limit);
   }
   return search.shortest(limit, use_top_p ? sampling.top_p * total : kInf);
 }
@@ -350,20 +382,11 @@ Prefix filtered_prefix(
   Prefix prefix{{-kInf, row.size - 1}, sums.total};
   bool use_top_k = uses_top_k(sampling, row);
   bool use_top_p = sampling.top_p > 0 && sampling.top_p < 1;
+  float floor = min_p_logit(sampling, sums.row_max, temperature);
   if (use_top_k || use_top_p) {
-    prefix = rank_prefix(row, sampling, sums, temperature);
+    prefix = rank_prefix(row, sampling, sums, temperature, floor);
   }
-  if (sampling.min_p > 0) {
-    // exp((l - max) / T) >= min_p, solved for l and rounded up to the next float32.
-    double exact = sums.row_max + temperature * std::log(static_cast<double>(sampling.min_p));
-    auto logit = static_cast<float>(exact);
-    logit = logit < exact ? std::nextafter(logit, kInf) : logit;
-    logit = std::min(logit, sums.row_max);
-    if (logit > prefix.last.logit) {
-      prefix = {{logit, row.size - 1}, -1};
-    }
-  }
-  return prefix;
+  return floor > prefix.last.logit ? Prefix{{floor, row.size - 1}, -1} : prefix;
 }
 
 RowSummary summary_of(const Row& row, const RowSampling& sampling, BlockSums& sums) {

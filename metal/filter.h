@@ -60,8 +60,8 @@ class RankSearch {
   }
 
   // The last id of the shortest prefix that holds `limit` ids or a mass of `mass` (a fraction of
-  // 2**-MASS_BITS each), among ids whose logit is at least `floor`.
-  Cut run(uint limit, ulong mass, float floor) {
+  // 2**-MASS_BITS each), among ids whose logit is at least `floor`. `again`: as in the run before.
+  Cut run(uint limit, ulong mass, float floor, bool again = false) {
     low = position(max(floor, -FLT_MAX), row.size - 1);
     high = position(max_logit, 0);
     // First bins of equal width in the logit: float keys would spend most of them near 0. Without a
@@ -69,10 +69,13 @@ class RankSearch {
     float spread = 4 * temperature * log(row.size / total);
     linear = FILTER_BINS / clamp(min(max_logit - floor, spread), 1e-30f, 1e30f);
     ulong kept = 0;
-    bool on_chip = false;
+    bool on_chip = again && all_on_chip;
+    bool first = true;
     do {
       count(on_chip);
       on_chip = atomic_load_explicit(&memory.scalar[NUM_CANDIDATES], memory_order_relaxed) <= MAX_CANDIDATES;
+      all_on_chip = first ? on_chip : all_on_chip;
+      first = false;
       find_bin(limit, mass);
       ulong before = join(memory.found[BEFORE_LOW], memory.found[BEFORE_HIGH]);
       limit -= memory.found[BEFORE_COUNT];
@@ -85,6 +88,12 @@ class RankSearch {
     cut.id = row.size - 1 - int(high & ((1ul << id_bits) - 1));
     cut.mass = float(kept + weight(high)) * exp2(-float(MASS_BITS));
     return cut;
+  }
+
+  // The smallest logit at or above this one that the row's type can hold: positions have no other bits.
+  float representable(float floor) const {
+    ulong at = position(max(floor, -FLT_MAX), 0);
+    return logit(at) < floor ? logit(at + (1ul << id_bits)) : logit(at);
   }
 
   // The limit-th largest block maximum: that many ids are at or above it. -inf with fewer blocks.
@@ -294,6 +303,7 @@ class RankSearch {
   float linear; // bins per unit of the logit; 0: bins of 2**shift positions
   int shift;
   bool collects; // until there is no room
+  bool all_on_chip; // the candidates are all ids of the first interval
 };
 
 // Sum of the kept weights, by the whole threadgroup; blocks below the cutoff are not read. `scratch`
@@ -333,7 +343,7 @@ inline Distribution filter_row(Row row, RowSampling sampling, const device float
   }
   const float max = dist.max;
   const float temperature = sampling.measured();
-  const bool sequential = sampling.order == int(Order::Sequential);
+  const Order order = Order(sampling.order);
   const bool use_top_k = sampling.top_k > 0 && sampling.top_k < row.size;
   const bool use_top_p = sampling.top_p > 0 && sampling.top_p < 1;
   float total = combine_sum(partials, num_blocks, max, temperature, false, lane);
@@ -343,12 +353,17 @@ inline Distribution filter_row(Row row, RowSampling sampling, const device float
     RankSearch search(row, partials, max, temperature, total, memory, tid, num_threads);
     uint limit = use_top_k ? uint(sampling.top_k) : uint(row.size);
     float floor = limit <= uint(num_blocks) ? search.block_floor(limit) : -INFINITY;
+    const bool min_p_first = order == Order::MinPFirst && sampling.min_p > 0;
+    if (min_p_first) {
+      float lowest = search.representable(sampling.min_p_logit(max));
+      floor = lowest > floor ? lowest : floor;
+    }
     const float unit = exp2(float(MASS_BITS));
     Cut cut;
-    if (use_top_p && use_top_k && sequential) {
+    if (use_top_p && (use_top_k || min_p_first) && filters_in_turn(order)) {
       cut = search.run(limit, ~0ul, floor);
       ulong mass = at_least_one(ulong(sampling.top_p * cut.mass * unit));
-      cut = search.run(limit, mass, floor);
+      cut = search.run(limit, mass, floor, true);
     } else {
       ulong mass = ~0ul;
       if (use_top_p) {
@@ -366,7 +381,7 @@ inline Distribution filter_row(Row row, RowSampling sampling, const device float
     known_mass = temperature == sampling.temperature;
   }
   if (sampling.min_p > 0) {
-    float logit = min(max + temperature * log(sampling.min_p), max);
+    float logit = sampling.min_p_logit(max);
     if (logit > dist.cutoff) {
       dist.cutoff = logit;
       dist.cutoff_id = row.size - 1;

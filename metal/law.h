@@ -42,7 +42,22 @@ enum Status : unsigned {
   BAD_PARAMETER = 32,
 };
 
-enum class Order : int { TemperatureFirst, TemperatureLast, Sequential };
+// On which masses filters are measured; docs/algorithm.md.
+enum class Order : int {
+  TemperatureFirst,
+  TemperatureLast,
+  Sequential,
+  SequentialUntempered,
+  MinPFirst,
+};
+inline bool measures_untempered(Order order) {
+  return order == Order::TemperatureLast || order == Order::SequentialUntempered;
+}
+// Whether top_p is measured on what the filters before it leave.
+inline bool filters_in_turn(Order order) {
+  return order == Order::Sequential || order == Order::SequentialUntempered || order == Order::MinPFirst;
+}
+
 enum class DraftKind : int { OneHot, Sparse, Dense };
 enum class Logprobs : int { None, Raw, Filtered };
 

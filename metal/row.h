@@ -131,9 +131,11 @@ struct RowSampling {
   bool has_filters() const { return !greedy() && (top_k > 0 || top_p < 1 || min_p > 0); }
   // The temperature at which filters are measured.
   float measured() const {
-    bool untempered = greedy() || (has_filters() && order == int(Order::TemperatureLast));
+    bool untempered = greedy() || (has_filters() && measures_untempered(Order(order)));
     return untempered ? 1.0f : temperature;
   }
+  // The smallest logit that min_p keeps in a row of this largest one.
+  float min_p_logit(float max) const { return min(max + measured() * log(min_p), max); }
 };
 
 // A filtered distribution over a row: with the row, these scalars give every probability.

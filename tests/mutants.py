@@ -148,6 +148,28 @@ MUTANTS = [
         ("tests/test_sample.py::test_top_p_is_strict[cpu]",),
     ),
     Mutant(
+        "min_p_first: the nucleus of all ids",
+        "csrc/row_cpu.cpp",
+        "sampling.order == Order::MinPFirst && sampling.min_p > 0",
+        "false",
+        (
+            case("order-min-p-first"),
+            stratified("min-p-first"),
+            "tests/test_sample.py::test_replay[cpu-independent-300]",
+        ),
+    ),
+    Mutant(
+        "sequential_untempered: filters measured after the temperature",
+        "csrc/row_cpu.cpp",
+        "(sampling.has_filters() && measures_untempered(sampling.order))",
+        "(sampling.has_filters() && sampling.order == Order::TemperatureLast)",
+        (
+            case("order-sequential-untempered"),
+            stratified("sequential-untempered"),
+            "tests/test_sample.py::test_replay[cpu-independent-300]",
+        ),
+    ),
+    Mutant(
         "ties in the order of descending ids",
         "csrc/row_cpu.cpp",
         "<< 32 | ~static_cast<uint32_t>(id);",

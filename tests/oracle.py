@@ -67,6 +67,9 @@ class Sampling(NamedTuple):
 
 DEFAULT = Sampling()
 
+# Orders in which temperature comes after the filters.
+UNTEMPERED = ("temperature_last", "sequential_untempered")
+
 
 def bad_uniforms(uniforms: np.ndarray | None) -> bool:
     """Whether a sequence's uniforms, used or not, are not all in [0, 1)."""
@@ -160,19 +163,41 @@ def kept_counts(weights: np.ndarray, sampling: Sampling) -> tuple[int, int, int]
     ``weights`` are relative to the largest and in the order of the cut: logit descending, then id
     ascending. Every filter keeps a prefix, so the filters together keep the shortest one.
     """
-    margins = np.array([-TIE, 0.0, TIE])
-    counts = np.full(3, len(weights))
-    if 0 < sampling.top_k < len(weights):
-        counts[:] = sampling.top_k
-    total = weights[: counts[1]].sum() if sampling.order == "sequential" else weights.sum()
-    if sampling.top_p not in (0.0, 1.0):
-        mass_before = np.concatenate([[0.0], np.cumsum(weights)[:-1]]) / total
-        top_p = [(mass_before < sampling.top_p + margin).sum() for margin in margins]
-        counts = np.minimum(counts, top_p)
-    if sampling.min_p != 0.0:
-        min_p = [(weights >= sampling.min_p - margin).sum() for margin in margins]
-        counts = np.minimum(counts, min_p)
-    sure, kept, possible = np.maximum(counts, 1)
+    size = len(weights)
+    mass_before = np.concatenate([[0.0], np.cumsum(weights)[:-1]])
+
+    def top_k(survivors: int, margin: float) -> int:
+        return min(survivors, sampling.top_k) if sampling.top_k > 0 else survivors
+
+    def top_p(survivors: int, margin: float, measured_on: int | None = None) -> int:
+        if sampling.top_p in (0.0, 1.0):
+            return survivors
+        total = weights[: measured_on or survivors].sum()
+        return min(survivors, int((mass_before / total < sampling.top_p + margin).sum()))
+
+    def min_p(survivors: int, margin: float) -> int:
+        # Relative to the largest weight, which always survives: so whatever was filtered before.
+        if sampling.min_p == 0.0:
+            return survivors
+        return min(survivors, max(int((weights >= sampling.min_p - margin).sum()), 1))
+
+    def top_p_of_all(survivors: int, margin: float) -> int:
+        return top_p(survivors, margin, measured_on=size)
+
+    chain = {
+        "temperature_first": (top_k, top_p_of_all, min_p),
+        "temperature_last": (top_p_of_all, min_p, top_k),
+        "sequential": (top_k, top_p, min_p),
+        "sequential_untempered": (top_k, top_p, min_p),
+        "min_p_first": (min_p, top_k, top_p),
+    }[sampling.order]
+    counts = []
+    for margin in (-TIE, 0.0, TIE):
+        survivors = size
+        for step in chain:
+            survivors = max(step(survivors, margin), 1)
+        counts.append(survivors)
+    sure, kept, possible = counts
     return sure, kept, possible
 
 
@@ -188,7 +213,7 @@ def distribution(logits: np.ndarray, sampling: Sampling) -> Row:
     else:
         tempered = np.exp(scaled)
     untempered = np.exp(below)
-    measured = untempered if sampling.order == "temperature_last" else tempered
+    measured = untempered if sampling.order in UNTEMPERED else tempered
     sure, kept, possible = (1, 1, 1) if sampling.greedy() else kept_counts(measured, sampling)
 
     total = tempered[:kept].sum()

@@ -20,6 +20,13 @@ VOCAB_SIZES = (1, 2, 3, 5, 8, 31, 32, 33, 100, 257, 2047, 2048, 2049, 4096, 4100
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 LAYOUTS = ("contiguous", "offset", "transposed", "strided", "broadcast")
 DRAFT_KINDS = ("dense", "padded", "shorter", "vocab", "sparse", "one_hot")
+ORDERS = (
+    "temperature_first",
+    "temperature_last",
+    "sequential",
+    "sequential_untempered",
+    "min_p_first",
+)
 RULES = ("token", "block", "coupled", "typical", "cascade")
 
 TEMPERATURES = (1.0, 0.5, 2.0, 0.1, 1e-12, 0.0)
@@ -142,7 +149,7 @@ def samplings(draw, rng: np.random.Generator, B: int) -> tuple[Sampling, oracle.
         elif choices is MIN_PS:
             array = np.where(rng.random(B) < 0.03, rng.choice(BAD_FRACTIONS, size=B), array)
         values.append(array.astype(np.int32 if choices is TOP_KS else np.float32))
-    order = draw(st.sampled_from(["temperature_first", "temperature_last", "sequential"]))
+    order = draw(st.sampled_from(ORDERS))
     as_mx = [mx.array(v) if isinstance(v, np.ndarray) else v for v in values]
     return Sampling(*as_mx, order), oracle.Sampling(*values, order)
 

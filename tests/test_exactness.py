@@ -68,6 +68,17 @@ SCENARIOS = {
     "sequential": Scenario(
         vocab_size=8, sampling=Sampling(top_k=5, top_p=0.7, min_p=0.1, order="sequential")
     ),
+    "sequential-untempered": Scenario(
+        vocab_size=8, sampling=Sampling(2.0, 5, 0.8, 0.15, order="sequential_untempered")
+    ),
+    "min-p-first": Scenario(
+        vocab_size=8, sampling=Sampling(1.3, 6, 0.8, 0.15, order="min_p_first")
+    ),
+    "draft-of-another-order": Scenario(
+        vocab_size=5,
+        sampling=Sampling(1.5, 0, 0.8, 0.2, order="min_p_first"),
+        draft_sampling=Sampling(2.0, 3, 0.75, order="sequential_untempered"),
+    ),
     "padded": Scenario(vocab_size=3, draft_size=5),
     "padded-2": Scenario(2, vocab_size=3, draft_size=4),
     "shorter": Scenario(2, vocab_size=4, draft_size=3),

@@ -17,6 +17,8 @@ FILTERS = {
     "both": Sampling(0.6, top_k=20, top_p=0.9),
     "sequential": Sampling(0.6, top_k=50, top_p=0.9, order="sequential"),
     "temperature_last": Sampling(0.6, top_k=50, top_p=0.9, min_p=0.01, order="temperature_last"),
+    "sequential_untempered": Sampling(0.6, 50, 0.9, 0.01, order="sequential_untempered"),
+    "min_p_first": Sampling(0.6, top_p=0.9, min_p=0.01, order="min_p_first"),
 }
 DRAFTS = ("dense", "stats", "vocab", "repeats", "sparse", "one-hot")
 RULES = {
@@ -75,7 +77,7 @@ def problem(
             tokens[:, i] = choice.tokens
     else:
         arguments["uniforms"] = uniforms
-    if rule == "typical" and rejected is not None:
+    if rule in ("token", "typical") and rejected is not None:
         tokens[:, :rejected] = mx.argmax(target[:, :rejected], axis=-1).astype(mx.int32)
     if kind in ("dense", "stats", "vocab", "repeats"):
         arguments["draft_logits"] = logits
@@ -291,7 +293,17 @@ CUT_SAMPLINGS = [
     for top_k, top_p in ((0, 1e-6), (0, 0.6), (0, 0.999999), (1000, 0.0), (1500, 0.9))
     for order in ("temperature_first", "temperature_last", "sequential")
     if top_k or order == "temperature_first"
-] + [oracle.Sampling(0.7, 2, 0.5), oracle.Sampling(0.7, 0, 0.9, 0.0, "temperature_last")]
+] + [
+    oracle.Sampling(0.7, 2, 0.5),
+    oracle.Sampling(0.7, 0, 0.9, 0.0, "temperature_last"),
+    oracle.Sampling(0.7, 1000, 0.9, 0.0, "sequential_untempered"),
+    *(
+        oracle.Sampling(temperature, top_k, 0.9, min_p, "min_p_first")
+        for temperature in (0.7, 100.0)
+        for top_k in (0, 1000)
+        for min_p in (1e-6, 0.0123)
+    ),
+]
 
 
 @pytest.mark.quick(
@@ -338,7 +350,7 @@ def check_cut(logits, ids, sampling, stats):
     below = oracle.exact(logits) - logits[0].astype(np.float64)
     with np.errstate(over="ignore", invalid="ignore"):
         tempered = np.exp(below / sampling.temperature)
-    measured = np.exp(below) if sampling.order == "temperature_last" else tempered
+    measured = np.exp(below) if sampling.order in oracle.UNTEMPERED else tempered
     sure, _, possible = np.minimum(
         oracle.kept_counts(measured, sampling), np.isfinite(logits).sum()
     )
@@ -382,6 +394,11 @@ LIMITS = [
     ("token", "top_k", "dense", mx.bfloat16, "sequence", 1, 1.5),
     ("token", "top_p", "dense", mx.float32, "split", 4, 3.25),
     ("token", "top_p", "dense", mx.bfloat16, "split", 4, 3.25),
+    ("token", "sequential", "dense", mx.float32, "split", 4, 1.8),
+    ("token", "sequential_untempered", "dense", mx.float32, "split", 4, 2.25),
+    ("token", "sequential_untempered", "one-hot", mx.bfloat16, "split", 3, 2.25),
+    ("token", "min_p_first", "dense", mx.float32, "split", 4, 1.9),
+    ("token", "min_p_first", "one-hot", mx.bfloat16, "split", 3, 1.9),
     ("block", "temperature", "dense", mx.float32, "split", 3, 1.9),
     ("block", "temperature", "dense", mx.float32, "sequence", 1, 1.5),
     ("block", "temperature", "one-hot", mx.float32, "split", 2, 1.02),

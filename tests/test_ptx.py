@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
 FLOAT32, FLOAT16, BFLOAT16 = range(3)
 ONE_HOT, SPARSE, DENSE = range(3)
 RAW, FILTERED = 1, 2
-TEMPERATURE_LAST, SEQUENTIAL = 1, 2
+TEMPERATURE_LAST, SEQUENTIAL, SEQUENTIAL_UNTEMPERED, MIN_P_FIRST = range(1, 5)
 BLOCK, COUPLED, TYPICAL, CASCADE = range(1, 5)
 
 OFF = dict.fromkeys(
@@ -62,6 +62,16 @@ SETTINGS = {
     "sample": (
         {"is_sample": 1, "target_filtered": 1, "target_order": TEMPERATURE_LAST},
         (*SPLIT, "rows"),
+    ),
+    "sample, tempered last": (
+        {"is_sample": 1, "target_filtered": 1, "target_order": SEQUENTIAL_UNTEMPERED}, ("rows",)
+    ),
+    "sample, min_p first": (
+        {
+            "is_sample": 1, "target_filtered": 1, "target_order": MIN_P_FIRST,
+            "target_dtype": FLOAT16,
+        },
+        ("rows",),
     ),
 }  # fmt: skip
 TREE_OFF = OFF | {"is_tree": 1, "replacement": 0}

@@ -9,6 +9,7 @@ import numpy as np
 import oracle
 import pytest
 from exactspec import Sampling
+from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
 from strategies import replay, sample_problems
 from tolerances import LOGPROB, TIE_SHARE
 
@@ -53,6 +54,90 @@ def check_replay(backend, problem) -> tuple[int, int]:
     for buffer, values in zip(problem.buffers(), before):  # inputs are never written to
         np.testing.assert_array_equal(np.array(buffer.astype(mx.float32)), values)
     return len(clear), int(wanted.ties.sum())
+
+
+# Order, probabilities, temperature, top_k, top_p, min_p, and what is left. Weights relative to the
+# largest: of FOUR (1, .75, .5, .25), at temperature 2 (1, .866, .707, .5); of FIVE
+# (1, .4, .3, .2, .1), at temperature 2 (1, .632, .548, .447, .316).
+FOUR, FIVE = (0.4, 0.3, 0.2, 0.1), (0.5, 0.2, 0.15, 0.1, 0.05)
+ORDERED = [
+    ("temperature_first", FOUR, 2.0, 2, 0.55, 0.0, (0.536, 0.464, 0, 0)),
+    ("temperature_last", FOUR, 2.0, 2, 0.55, 0.0, (0.536, 0.464, 0, 0)),
+    ("sequential", FOUR, 2.0, 2, 0.55, 0.0, (0.536, 0.464, 0, 0)),
+    ("sequential", FOUR, 2.0, 2, 0.53, 0.0, (1, 0, 0, 0)),
+    # Untempered, the first of two has .571 of their mass.
+    ("sequential_untempered", FOUR, 2.0, 2, 0.55, 0.0, (1, 0, 0, 0)),
+    ("sequential_untempered", FOUR, 2.0, 2, 0.58, 0.0, (0.536, 0.464, 0, 0)),
+    ("sequential_untempered", FOUR, 2.0, 0, 1.0, 0.3, (0.389, 0.337, 0.275, 0)),
+    ("sequential_untempered", FOUR, 0.5, 3, 0.99, 0.3, (0.552, 0.310, 0.138, 0)),
+    # top_p is not measured on what min_p leaves: .5 is less than .55 of all.
+    ("sequential_untempered", FIVE, 1.0, 0, 0.55, 0.35, (0.714, 0.286, 0, 0, 0)),
+    ("temperature_first", FIVE, 1.0, 0, 0.8, 0.25, (0.588, 0.235, 0.176, 0, 0)),
+    ("min_p_first", FIVE, 1.0, 0, 0.8, 0.25, (0.714, 0.286, 0, 0, 0)),
+    ("min_p_first", FIVE, 1.0, 4, 0.8, 0.25, (0.714, 0.286, 0, 0, 0)),
+    ("min_p_first", FIVE, 1.0, 2, 0.75, 0.25, (0.714, 0.286, 0, 0, 0)),
+    ("min_p_first", FIVE, 1.0, 2, 0.7, 0.25, (1, 0, 0, 0, 0)),
+    ("min_p_first", FIVE, 1.0, 0, 0.7, 0.25, (0.714, 0.286, 0, 0, 0)),
+    # min_p and top_p both tempered: .459, .290, .251 of three.
+    ("min_p_first", FIVE, 2.0, 0, 0.8, 0.5, (0.459, 0.290, 0.251, 0, 0)),
+    ("min_p_first", FIVE, 2.0, 0, 0.7, 0.5, (0.613, 0.387, 0, 0, 0)),
+    # Without min_p as "sequential", without both as "temperature_first".
+    ("min_p_first", FOUR, 2.0, 2, 0.53, 0.0, (1, 0, 0, 0)),
+    ("min_p_first", FOUR, 2.0, 0, 0.53, 0.0, (0.536, 0.464, 0, 0)),
+    ("min_p_first", FIVE, 1.0, 3, 1.0, 0.35, (0.714, 0.286, 0, 0, 0)),
+]
+
+
+@pytest.mark.parametrize("order, probs, temperature, top_k, top_p, min_p, left", ORDERED)
+def test_filter_orders(backend, order, probs, temperature, top_k, top_p, min_p, left):
+    """Known distributions; a row of temperature 0 beside it keeps the largest alone."""
+    # Ids in another order than their probabilities.
+    ids = np.random.default_rng(len(probs)).permutation(len(probs))
+    logits = np.empty((2, len(probs)), np.float32)
+    logits[:, ids] = np.log(np.array(probs))
+    arrays = Sampling(
+        mx.array([temperature, 0.0]), mx.array([top_k] * 2), top_p, mx.array([min_p] * 2), order
+    )
+    for sampling in (Sampling(temperature, top_k, top_p, min_p, order), arrays):
+        result = backend.sample(
+            mx.array(logits), sampling, uniforms=mx.zeros((2, 2)), logprobs="filtered"
+        )
+        rows = []
+        for row, stats, t in zip(logits, np.array(result.row_stats), (temperature, 1.0)):
+            weights = np.exp((row - stats[0]) / t - stats[1])
+            rows.append((weights * kept(stats, row))[ids])
+        np.testing.assert_allclose(rows[0], left, atol=6e-4)
+        tokens = result.tokens.tolist()
+        np.testing.assert_allclose(
+            np.exp(result.logprobs[0].item()), rows[0][ids.tolist().index(tokens[0])], rtol=1e-5
+        )
+    assert rows[1].tolist() == [1.0] + [0.0] * (len(probs) - 1) and tokens[1] == ids[0]
+
+
+def test_order_of_mlx_lm(backend):
+    """``temperature_last`` keeps what mlx-lm's filters keep, where no two logits are equal."""
+    logits = 3 * mx.random.normal((6, 1000), key=mx.random.key(7))
+    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    for top_k, top_p, min_p in ((0, 0.9, 0.0), (0, 0.5, 0.02), (20, 0.8, 0.0), (5, 0.95, 0.1)):
+        theirs = apply_top_p(logprobs, top_p)
+        theirs = apply_min_p(theirs, min_p) if min_p else theirs
+        theirs = apply_top_k(theirs, top_k) if top_k else theirs
+        sampling = Sampling(0.7, top_k, top_p, min_p, "temperature_last")
+        row_stats = backend.sample(logits, sampling, uniforms=mx.zeros((6, 2))).row_stats
+        for b in range(6):
+            ours = kept(np.array(row_stats[b]), np.array(logits[b]))
+            np.testing.assert_array_equal(ours, np.array(theirs[b]) > -np.inf)
+
+
+def test_mlx_lm_keeps_ties_at_a_nucleus(backend):
+    """What docs/algorithm.md says differs."""
+    logprobs = mx.log(mx.array([[0.4, 0.2, 0.2, 0.2]]))
+    assert (apply_top_p(logprobs, 0.5) > -mx.inf).sum().item() == 4
+    assert (apply_top_k(logprobs, 2) > -mx.inf).sum().item() == 2
+    for filters in (Sampling(top_p=0.5), Sampling(top_k=2)):
+        result = backend.sample(logprobs, filters, uniforms=mx.zeros((1, 2)))
+        ours = kept(np.array(result.row_stats[0]), np.array(logprobs[0]))
+        assert ours.tolist() == [True, True, False, False]
 
 
 @pytest.mark.quick(num_problems=[60])

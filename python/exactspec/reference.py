@@ -221,21 +221,24 @@ def num_kept(descending: mx.array, sampling: Sampling) -> mx.array:
     top_k = _parameter(sampling.top_k, mx.int32)
     top_p, min_p = _parameter(sampling.top_p), _parameter(sampling.min_p)
     temperature = tempering(sampling)
-    if sampling.order == "temperature_last":
+    if sampling.order in ("temperature_last", "sequential_untempered"):
         temperature = mx.array(1.0)
     w = mx.exp((descending - descending[..., :1]) / temperature)
 
     kept = mx.where(both(top_k > 0, top_k < size), top_k, size)
     kept = mx.broadcast_to(kept, (*descending.shape[:-1], 1))
+    heavy = mx.maximum(mx.sum(w >= min_p, axis=-1, keepdims=True), 1)
+    within_min_p = mx.where(min_p > 0, mx.minimum(kept, heavy), kept)
+
     mass = cumulative(w)
-    of_all = mass[..., -1:]
-    if sampling.order == "sequential":
-        of_all = mx.take_along_axis(mass, kept - 1, axis=-1)
-    nucleus = mx.sum(_shifted(mass) < top_p * of_all, axis=-1, keepdims=True)
-    kept = mx.where(both(top_p > 0, top_p < 1), mx.minimum(kept, nucleus), kept)
-    heavy = mx.sum(w >= min_p, axis=-1, keepdims=True)
-    kept = mx.where(min_p > 0, mx.minimum(kept, heavy), kept)
-    return mx.maximum(kept, 1).astype(mx.int32)
+    measured_on = mass[..., -1:]
+    if sampling.order in ("sequential", "sequential_untempered"):
+        measured_on = mx.take_along_axis(mass, kept - 1, axis=-1)
+    elif sampling.order == "min_p_first":
+        measured_on = mx.take_along_axis(mass, within_min_p - 1, axis=-1)
+    nucleus = mx.maximum(mx.sum(_shifted(mass) < top_p * measured_on, axis=-1, keepdims=True), 1)
+    nucleus = mx.where(both(top_p > 0, top_p < 1), nucleus, size)
+    return mx.minimum(within_min_p, nucleus).astype(mx.int32)
 
 
 def find_cutoff(logits: mx.array, sampling: Sampling) -> Optional[tuple]:

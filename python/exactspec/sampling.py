@@ -14,7 +14,13 @@ from ._ext import LEAST_TEMPERATURE
 FLOAT32_LIMIT = 2.0**128 - 2.0**103
 INT32_LIMIT = 2**31
 
-ORDERS = ("temperature_first", "temperature_last", "sequential")
+ORDERS = (
+    "temperature_first",
+    "temperature_last",
+    "sequential",
+    "sequential_untempered",
+    "min_p_first",
+)
 
 Number = Union[float, mx.array]
 
@@ -28,7 +34,8 @@ class Sampling(NamedTuple):
     Inside ``mx.compile`` pass values that change between calls as arrays: a number is a constant.
 
     Each filter keeps a prefix of the order "logit descending, then token id ascending", and at
-    least one token always stays, so a filter never breaks a tie at random.
+    least one token always stays, so a filter never breaks a tie at random. The systems that the
+    orders are named after treat exact ties differently (docs/algorithm.md).
 
     Attributes:
         temperature: ``>= 0``. Weights are ``exp((logit - max) / temperature)``; 0 puts all mass on
@@ -45,6 +52,9 @@ class Sampling(NamedTuple):
             untempered distribution, then temper the survivors.
             ``"sequential"`` (Hugging Face): temper; top_k; top_p on the renormalised survivors;
             min_p.
+            ``"sequential_untempered"`` (llama.cpp's default chain): top_k; top_p on the
+            renormalised survivors; min_p; then temper the survivors.
+            ``"min_p_first"`` (vLLM): temper; min_p; top_k; top_p on the renormalised survivors.
     """
 
     temperature: Number = 1.0
