@@ -1,4 +1,4 @@
-"""How often mlx-lm's top_p and exactspec's keep the tokens that float64 keeps, by dtype of the logits.
+"""How often mlx-lm's top_p and exactspec's keep other tokens than float64, by dtype of the logits.
 
     python benchmarks/bench_filters.py [TEXT_FILE]
 """
@@ -51,8 +51,9 @@ def main(file: str) -> None:
         for name, results in (("mlx-lm", theirs), ("exactspec", ours)):
             others, distances = np.array(results).T
             print(
-                f"{dtype}, {name}: another set in {100 * others.mean():.1f} % of {len(results)} rows, "
-                f"total variation distance at most {distances.max():.2g}, mean {distances.mean():.2g}"
+                f"{dtype}, {name}: another set in {100 * others.mean():.1f} % of {len(results)} "
+                f"rows, total variation distance at most {distances.max():.2g}, "
+                f"mean {distances.mean():.2g}"
             )
 
 
