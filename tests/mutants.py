@@ -314,9 +314,9 @@ MUTANTS = [
         "python/exactspec/generate.py",
         "cycle = _verify(",
         "num_drafts = draft.draft_tokens.size\n"
-        "                if num_drafts:\n"
-        "                    verify_key = mx.random.split(draft_key, num_drafts)[0]\n"
-        "                cycle = _verify(",
+        "            if num_drafts:\n"
+        "                verify_key = mx.random.split(draft_key, num_drafts)[0]\n"
+        "            cycle = _verify(",
         ("tests/test_generate.py::test_joint_distribution_of_consecutive_tokens[opposite model]",),
     ),
     Mutant(

@@ -387,6 +387,7 @@ def test_narrow_chi_square(backend, figure):
         assert p > CHI_SQUARE_P
 
 
+@pytest.mark.filterwarnings("ignore:.*keys. expected other keys:RuntimeWarning")
 @pytest.mark.parametrize("backend", SAMPLED_BACKENDS, ids=lambda backend: backend.name)
 def test_narrow_chi_square_sees_reused_noise(backend):
     """The control: residual draws that reuse the draft's noise are biased, and that shows."""

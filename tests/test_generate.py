@@ -829,7 +829,7 @@ def test_one_wait_per_cycle(kind, monkeypatch):
             drafter=drafter,
             max_tokens=30,
             stop_tokens=NO_STOP,
-            seed=0,
+            seed=3,
             logprobs="raw",
         )
         first = next(stream)

@@ -12,6 +12,7 @@ from .distributions import (  # noqa: E402
     residual_distribution,
     speculative_output_marginal,
 )
+from .noise import noise_keys  # noqa: E402
 from .ops import (  # noqa: E402
     PLACEHOLDER_TOKEN,
     SampleResult,
@@ -39,6 +40,7 @@ __all__ = [
     "VerifyResult",
     "VerifyStats",
     "acceptance_probability",
+    "noise_keys",
     "residual_distribution",
     "sample",
     "speculative_output_marginal",

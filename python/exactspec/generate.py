@@ -17,6 +17,7 @@ from .cached_model import CacheChangedError, CachedModel, check_layers
 from .caches import Holder, Superseded
 from .detokenizer import Detokenizer
 from .drafters import MAX_DRAFT_TOKENS, Draft, Drafter, depths, model_drafters, propose
+from .noise import noise_keys
 from .ops import PLACEHOLDER_TOKEN, Status, verify_draft
 from .rules import EXACT_RULES, Rule, Typical, check_rule, is_exact
 from .sampling import Sampling, check_sampling
@@ -351,10 +352,7 @@ def _text(
         statistics.prompt_tokens = len(prompt)
         clock = _PhaseClock(statistics, profile)
         if seed is None:
-            key = mx.random.randint(0, 2**31 - 1, (2,)).astype(mx.uint32)
-        else:
-            key = mx.random.key(seed)
-        mx.async_eval(key)  # until then an array belongs to the thread that made it
+            seed = int(mx.random.randint(0, 2**32, (2,), mx.uint32).view(mx.uint64).item())
 
         def receive(hidden: mx.array) -> None:
             if drafter._serves is statistics:
@@ -391,19 +389,20 @@ def _text(
                     f"a {type(drafter).__name__} that began another; use one for each text"
                 )
             start = clock.start()
+            at = position + statistics.generated_tokens
             if rule == "coupled":
-                draft_key = verify_key = key
+                draft_key = verify_key = mx.random.key(seed)
             else:
                 # Were noise shared between drafting, verification and the next cycle, residual
-                # draws would be biased.
-                key, draft_key, verify_key = mx.random.split(key, 3)
+                # draws would be biased. Every cycle begins at another position.
+                draft_key = noise_keys(seed, at, "draft")
+                verify_key = noise_keys(seed, at, "verify")
             # A cycle yields one token more than it accepts.
             draft = propose(drafter, min(room - 1, MAX_DRAFT_TOKENS), draft_key)
             clock.lap("draft_time", draft.draft_tokens)
             logits = _feed(target, draft)
             clock.lap("target_time", logits)
-            at = position + statistics.generated_tokens
-            cycle = _verify(logits, draft, sampling, rule, verify_key, at, logprobs, key)
+            cycle = _verify(logits, draft, sampling, rule, verify_key, at, logprobs)
             clock.lap("verify_time")
             items = _stream(cycle, room, stop_tokens, detokenizer, statistics)
             seconds = time.perf_counter() - start
@@ -508,7 +507,6 @@ def _verify(
     key: mx.array,
     position: int,
     logprobs: str | None,
-    next_key: mx.array,
 ) -> _Cycle:
     common = {
         "draft_logits": draft.draft_logits,
@@ -538,8 +536,7 @@ def _verify(
         *(result.tokens, result.num_accepted, result.status, result.logprobs, path),
         *(draft.draft_tokens, draft.status, temperature),
     ]
-    # The key, too: another thread may go on with the generation.
-    mx.eval(outputs, next_key)  # the only wait for the device in a cycle
+    mx.eval(outputs)  # the only wait for the device in a cycle
     tokens, num_accepted, status, values, path, drafts, draft_status, temperature = (
         output.tolist() if isinstance(output, mx.array) else output for output in outputs
     )

@@ -8,6 +8,7 @@ from typing import NamedTuple, Optional, Union
 import mlx.core as mx
 
 from . import _ext
+from .noise import note_draw, warn_of_shared_noise
 from .rules import EXACT_RULES, Cascade, Rule, check_rule, is_exact, pack_rule
 from .sampling import ORDERS, Sampling, check_sampling, is_greedy
 
@@ -240,7 +241,9 @@ def verify_draft(
         keys: ``[B, 2]`` uint32, as ``mx.random.key`` gives: with
             ``r = mx.random.uniform(shape=(256,), key=keys[b])`` coin ``i`` is ``r[i]`` and the pair
             ``r[254], r[255]``, for every ``K <= 254``. The draft's own sampling must use other
-            keys, except under ``"coupled"``, where it must use the same.
+            keys, except under ``"coupled"``, where it must use the same:
+            ``noise_keys(seeds, positions, "verify")`` beside ``noise_keys(..., "draft", step)``.
+            The very array that :func:`sample` drew by gives a ``RuntimeWarning``.
         positions: ``[B]`` int32, with ``"coupled"`` only: the absolute position of slot 0 in its
             sequence, by which drafting and every later call name the same noise.
         token_bitmask: ``[B, K + 1, ceil(V / 32)]`` int32, bit 1 = allowed (xgrammar's layout). A
@@ -293,6 +296,8 @@ def verify_draft(
     check_stream(op, stream)
     if not isinstance(stats, bool):
         raise TypeError(f"[{op}] stats: expected a bool, got {stats!r}")
+    if keys is not None and not one_hot and rule != "coupled" and draft_tokens.shape[-1:] != (0,):
+        warn_of_shared_noise(op, keys)
     keys = resolve_noise(op, rule, target_logits.shape[:-2], uniforms, keys)
     outputs = _ext.verify_draft(
         target_logits,
@@ -346,8 +351,9 @@ def sample(
         rule: ``"independent"``, or ``"coupled"``: the choice by noise that is a function of key,
             position and token id, as in :func:`verify_draft`.
         uniforms: ``[B, 2]`` float32 in [0, 1); another value sets ``Status.BAD_PARAMETER``.
-        keys: ``[B, 2]`` uint32; the pair is ``r[254], r[255]`` as in :func:`verify_draft`. With
-            neither, ``mx.random`` supplies keys.
+        keys: ``[B, 2]`` uint32; the pair is ``r[254], r[255]`` as in :func:`verify_draft`. For
+            drafts ``noise_keys(seeds, positions, "draft", step)``. With neither, ``mx.random``
+            supplies keys.
         positions: ``[B]`` int32, with ``"coupled"`` only: the token's absolute position.
         token_bitmask: ``[B, ceil(V / 32)]`` int32, bit 1 = allowed.
         logprobs: ``None``, ``"raw"`` or ``"filtered"``, as in :func:`verify_draft`.
@@ -372,6 +378,8 @@ def sample(
     check_rule(op, rule, ("independent", "coupled"))
     check_choice(op, "logprobs", logprobs, LOGPROBS)
     check_stream(op, stream)
+    if keys is not None and rule != "coupled" and not is_greedy(sampling.temperature):
+        note_draw(keys)
     keys = resolve_noise(op, rule, logits.shape[:-1], uniforms, keys)
     tokens, status, row_stats, *rest = _ext.sample(
         logits,

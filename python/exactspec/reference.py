@@ -31,6 +31,7 @@ from ._ext import (
     NOISE_WORDS,
     WORD_SPACING,
 )
+from .noise import threefry2x32
 from .ops import SampleResult, Status, Stream, VerifyResult, VerifyStats
 from .rules import Cascade, Rule, Typical, is_exact
 from .sampling import Number, Sampling
@@ -534,22 +535,6 @@ def draw_token(law: mx.array, pair: mx.array) -> mx.array:
     block = pick(total(blocks), pair[:, 0])
     inside = mx.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
     return block * DRAW_BLOCK + pick(inside, pair[:, 1])
-
-
-def threefry2x32(key: tuple, first: mx.array, second: mx.array) -> tuple[mx.array, mx.array]:
-    """Threefry-2x32 with 20 rounds (Salmon et al. 2011), uint32; all arguments broadcast."""
-    schedule = (*key, key[0] ^ key[1] ^ 0x1BD11BDA)
-    first, second = first + schedule[0], second + schedule[1]
-    second = second + 0 * first  # mapped by mx.vmap whenever the other is, as in `masked`
-    turns = (13, 15, 26, 6, 17, 29, 16, 24)
-    for i in range(20):
-        first = first + second
-        second = first ^ (mx.left_shift(second, turns[i % 8]) | second >> 32 - turns[i % 8])
-        if i % 4 == 3:
-            step = i // 4 + 1
-            first = first + schedule[step % 3]
-            second = second + schedule[(step + 1) % 3] + step
-    return first, second
 
 
 def gumbel(words: mx.array) -> mx.array:

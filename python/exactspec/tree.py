@@ -7,6 +7,7 @@ from typing import NamedTuple, Optional
 import mlx.core as mx
 
 from . import _ext, ops
+from .noise import warn_of_shared_noise
 from .ops import Stream
 from .sampling import Sampling, check_sampling
 
@@ -93,7 +94,7 @@ def verify_tree(
             ``N`` and ``N + 1``. Another value in a row, used or not, sets
             ``Status.BAD_PARAMETER``.
         keys: ``[B, 2]`` uint32: as for :func:`exactspec.verify_draft`, coin ``j`` is node ``j``'s,
-            for ``N <= 254``.
+            for ``N <= 254``; from ``noise_keys(seeds, positions, "verify")``.
         token_bitmask: ``[B, N + 1, ceil(V / 32)]`` int32, bit 1 = allowed, rows as the target's.
         logprobs: ``None``, ``"raw"`` or ``"filtered"``.
         stream: a CPU stream or device (default: the default one).
@@ -132,6 +133,9 @@ def verify_tree(
     ops.check_stream(op, stream)
     if not isinstance(replacement, bool):
         raise TypeError(f"[{op}] replacement: expected a bool, got {replacement!r}")
+    if keys is not None and (draft_logits is not None or draft_ids is not None):
+        if draft_tokens.shape[-1:] != (0,):
+            warn_of_shared_noise(op, keys)
     keys = ops.resolve_noise(op, "token", target_logits.shape[:-2], uniforms, keys)
     outputs = _ext.verify_tree(
         target_logits,
