@@ -143,7 +143,7 @@ def test_compiled_parameters_are_not_baked_in(backend):
         )
         wanted = backend.verify_draft(**given, sampling=sampling, logprobs="filtered")
         assert_same(compiled_verify(given, sampling), wanted)
-        logits, keys = given["target_logits"][:, 0], given["keys"]
+        logits, keys = given["target_logits"][:, 0], mx.array(given["keys"])
         wanted = backend.sample(logits, sampling, keys=keys)
         assert_same(compiled_draw(logits, sampling, keys), wanted)
     assert len(traces) == 2
@@ -402,7 +402,12 @@ def calls_of_every_kind(backend, count: int) -> list[tuple]:
         (verify, {**chain, "draft_logits": drafts[:, :slots], "draft_lengths": lengths}),
         (verify, {**chain, **sparse}),
         (sampled(backend.verify_draft, **coupled), {**chain, "positions": positions}),
-        (sampled(backend.sample), {**shared, "logits": rows[:, 0], "token_bitmask": bitmask[:, 0]}),
+        (
+            sampled(backend.sample),
+            # An array of its own: verifying by the array that a token was drawn with warns.
+            {**shared, "keys": mx.array(shared["keys"]), "logits": rows[:, 0]}
+            | {"token_bitmask": bitmask[:, 0]},
+        ),
         (
             sampled(backend.sample, **coupled),
             {**shared, "logits": rows[:, 0], "positions": positions},
