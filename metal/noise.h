@@ -3,6 +3,7 @@
 
 #include "law.h"
 #include "simd.h"
+#include "verify_draft_params.h"
 
 namespace exactspec {
 
@@ -54,12 +55,12 @@ struct Noise {
   float word(int i) const {
     return keyed ? keyed_uniform(key(), i) : as_type<float>(data[i * step]);
   }
-  // Whether this lane's share of the uniforms are all in [0, 1): NaN is not.
-  bool valid(ushort lane) const {
+  // Whether all given uniforms are in [0, 1), used or not. As bits: negative numbers and NaN are above those
+  // of 1; the sum makes -0 a 0.
+  bool valid() const {
     bool good = true;
-    for (int i = lane; i < num_coins + 2 && !keyed; i += LANES) {
-      float u = word(i);
-      good = good && u >= 0 && u < 1;
+    ROLLED(i, keyed ? 0 : num_coins + 2) {
+      good = good && as_type<uint>(as_type<float>(data[i * step]) + 0.0f) < as_type<uint>(1.0f);
     }
     return good;
   }

@@ -109,9 +109,9 @@ struct Sequence {
     bool reads_draft = draft_kind == int(DraftKind::Dense);
     return target_sampling.valid() && (!reads_draft || draft_sampling.valid());
   }
-  // Whether the sequence gets a token at all; by one simdgroup. Kernels that only prepare what others
-  // decide on need not know of the uniforms.
-  bool valid() const { return valid_parameters() && !simd_any(!noise().valid(lane)); }
+  // Whether the sequence gets a token at all. Kernels that only prepare what others decide on need not
+  // know of the uniforms.
+  bool valid() const { return valid_parameters() && noise().valid(); }
 
   int token(int slot) const {
     return in.draft_tokens[b * in.params->tokens_batch + slot * in.params->tokens_step];
