@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
-# Python compiles the few modules that are imported when they are, instead of all.
+# Python compiles a module when it is first imported: most of what is installed never is.
 PIP = $(BIN)/python -m pip install --quiet --no-compile
 # A process per core: most tests compute on one.
 PYTEST = $(BIN)/python -m pytest --numprocesses auto --dist worksteal --maxfail 10

@@ -3,7 +3,7 @@
     python benchmarks/bench_filters.py [TEXT_FILE]
 """
 
-import sys
+import argparse
 from pathlib import Path
 
 from exactspec_openblas import use_openblas
@@ -58,4 +58,6 @@ def main(file: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "README.md")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("file", nargs="?", default="README.md", help="a text of 400 tokens or more")
+    main(parser.parse_args().file)

@@ -3,7 +3,7 @@
     python benchmarks/bench_rounding.py [TEXT_FILE ...]
 """
 
-import sys
+import argparse
 from pathlib import Path
 
 from exactspec_openblas import use_openblas
@@ -45,4 +45,7 @@ def main(files: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or ["README.md", "docs/algorithm.md", "docs/decoding.md", "docs/rules.md"])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    texts = ["README.md", "docs/algorithm.md", "docs/decoding.md", "docs/rules.md"]
+    parser.add_argument("files", nargs="*", default=texts, help="texts of 288 tokens or more")
+    main(parser.parse_args().files)

@@ -395,7 +395,7 @@ def _text(
             else:
                 # Were noise shared between drafting, verification and the next cycle, residual
                 # draws would be biased. Every cycle begins at another position.
-                draft_key = noise_keys(seed, at, "draft")
+                draft_key = noise_keys(seed, at, "draft", 0)
                 verify_key = noise_keys(seed, at, "verify")
             # A cycle yields one token more than it accepts.
             draft = propose(drafter, min(room - 1, MAX_DRAFT_TOKENS), draft_key)

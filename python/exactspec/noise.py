@@ -18,7 +18,9 @@ ROLES = {"draft": 1, "verify": 2}
 MAX_STEPS = 2**30
 
 
-def noise_keys(seeds: Integers, positions: Integers, role: str, step: Integers = 0) -> mx.array:
+def noise_keys(
+    seeds: Integers, positions: Integers, role: str, step: Integers | None = None
+) -> mx.array:
     """Keys for a batch of sequences, by what each of them is for.
 
     A sequence's key depends on its own seed, position, role and step only, whatever else is in the
@@ -32,20 +34,23 @@ def noise_keys(seeds: Integers, positions: Integers, role: str, step: Integers =
     the counter ``(position, r * 2**30 + step)``, where ``r`` is 1 for ``"draft"`` and 2 for
     ``"verify"``. What it gives is stable across releases.
 
-    Under ``rule="coupled"`` noise goes by position anyway: there a text keeps one key, such as
-    ``mx.random.key(seed)``.
+    Under ``rule="coupled"`` noise goes by position anyway: there a text keeps one key for all its
+    calls, such as ``mx.random.key(seed)``.
 
     Args:
         seeds: in [0, 2**64), one for each text.
         positions: in [0, 2**32), of the first token that the call can emit; for drafts that of the
-            call that verifies them. It grows from call to call.
-        role: ``"draft"`` for ``exactspec.sample``, ``"verify"`` for ``exactspec.verify_draft`` and
-            ``exactspec.verify_tree``.
-        step: in [0, 2**30), with ``"draft"`` only: number of the draw among those for one call to
-            verify, as its slot or the node of a tree.
+            call that verifies them. After a call it moves on by the number of tokens emitted,
+            ``num_accepted + 1``: equal positions would repeat the noise.
+        role: ``"draft"`` for tokens that will be verified; ``"verify"`` for
+            ``exactspec.verify_draft``, ``exactspec.verify_tree``, and an ``exactspec.sample`` whose
+            token is text as it is.
+        step: in [0, 2**30), needed with ``"draft"`` and only there: number of the draw among those
+            for one call to verify, as its slot or the node of a tree.
 
     ``seeds``, ``positions`` and ``step`` are integers, sequences or arrays of them, and are
-    broadcast. Arrays of MLX are not evaluated; those out of range are taken modulo it.
+    broadcast. Arrays of MLX are not evaluated, so nothing checks their range: of seeds the lower 64
+    bits count, of positions 32, of steps 30.
 
     Returns:
         uint32 ``[..., 2]``.
@@ -57,11 +62,12 @@ def noise_keys(seeds: Integers, positions: Integers, role: str, step: Integers =
     """
     if not isinstance(role, str) or role not in ROLES:
         raise ValueError(f"[noise_keys] role: expected 'draft' or 'verify', got {role!r}")
-    if role == "verify" and not (type(step) is int and step == 0):
-        raise ValueError(f"[noise_keys] step: expected 0 with role 'verify', got {step!r}")
+    if (step is None) != (role == "verify"):
+        expected = "None with role 'verify'" if role == "verify" else "one with role 'draft'"
+        raise ValueError(f"[noise_keys] step: expected {expected}, got {step!r}")
     seeds = _integers("seeds", seeds, 2**64)
     positions = _integers("positions", positions, 2**32)
-    step = _integers("step", step, MAX_STEPS)
+    step = _integers("step", 0 if step is None else step, MAX_STEPS)
     try:
         shape = np.broadcast_shapes(seeds.shape, positions.shape, step.shape)
     except ValueError:

@@ -296,7 +296,7 @@ def verify_draft(
     check_stream(op, stream)
     if not isinstance(stats, bool):
         raise TypeError(f"[{op}] stats: expected a bool, got {stats!r}")
-    if keys is not None and not one_hot and rule != "coupled" and draft_tokens.shape[-1:] != (0,):
+    if keys is not None and rule != "coupled" and draft_tokens.shape[-1:] != (0,):
         warn_of_shared_noise(op, keys)
     keys = resolve_noise(op, rule, target_logits.shape[:-2], uniforms, keys)
     outputs = _ext.verify_draft(

@@ -133,9 +133,8 @@ def verify_tree(
     ops.check_stream(op, stream)
     if not isinstance(replacement, bool):
         raise TypeError(f"[{op}] replacement: expected a bool, got {replacement!r}")
-    if keys is not None and (draft_logits is not None or draft_ids is not None):
-        if draft_tokens.shape[-1:] != (0,):
-            warn_of_shared_noise(op, keys)
+    if keys is not None and draft_tokens.shape[-1:] != (0,):
+        warn_of_shared_noise(op, keys)
     keys = ops.resolve_noise(op, "token", target_logits.shape[:-2], uniforms, keys)
     outputs = _ext.verify_tree(
         target_logits,

@@ -1,5 +1,6 @@
-"""``mtplx.sampling``, which ``mtplx.speculative`` re-exports, over exactspec's functions.
+"""The functions of ``mtplx.sampling`` on top of exactspec's.
 
+MTPLX is a runtime that drafts with MTP heads on Apple silicon, https://github.com/youssofal/mtplx.
 ``from exactspec.integrations.mtplx import ...`` takes the place of ``from mtplx.sampling import
 ...`` (MTPLX 2.12): the same names, parameters and fields, and the same token for the same generator
 but for rounding. Terms here are MTPLX's: ``target_p`` and ``draft_q`` are what the rest of the
