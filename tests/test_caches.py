@@ -280,6 +280,13 @@ def test_caches_of_another_length():
     for cache in (KVCache(), {}, 5):
         with pytest.raises(TypeError, match=r"prompt_cache: expected a list of 2 layers, got"):
             run(target, prompt_cache=cache)
+    for layer in (1, None, "layer", mx.zeros(1), object()):
+        drafter = DraftModel(draft, TOKENIZER, prompt_cache=[layer, KVCache()])
+        expected = rf"prompt_cache: expected layers .* {type(layer).__name__}$"
+        with pytest.raises(TypeError, match=rf"\[stream_generate\] {expected}"):
+            run(target, prompt_cache=[KVCache(), layer])
+        with pytest.raises(TypeError, match=rf"\[DraftModel\] {expected}"):
+            run(target, drafter=drafter)
 
 
 def test_a_layer_that_is_there_twice():

@@ -224,6 +224,7 @@ def test_json(folders, kind):
         (["--top-k", 10**400], r"--top-k: expected a value .*, got an integer of 1329 bits"),
         (["--temperature", 1e300], r"--temperature: expected a value .*, got 1e\+300"),
         (["--model", "{target}", "--max-tokens", 0], r"--max-tokens: expected at least 1, got 0"),
+        (["--model", ""], r"--model: expected a folder or a name, got an empty one"),
         (["--model", "{target}", "--draft-model", "{other}"], r".* expected the target's tokeniz"),
         (["", "--model", "{target}"], r"prompt: expected some text, got none"),
         (["w1", "--seed", -1, "--model", "{target}"], r"--seed: expected a value in .*, got -1"),

@@ -198,6 +198,24 @@ def test_bad_sparse_distributions(ids, probs, message):
         SparseDistribution(np.array(ids), np.array(probs), 3)
 
 
+@pytest.mark.parametrize("vocab_size", [5.5, 5.0, True, "5"])
+def test_vocab_size_is_an_integer(vocab_size):
+    with pytest.raises(ValueError, match="vocab_size: expected an integer, got"):
+        SparseDistribution(np.array([0]), np.array([1.0]), vocab_size)
+
+
+def test_ids_have_64_bits():
+    ids = np.array([2**63], np.uint64)
+    with pytest.raises(ValueError, match="token_ids: expected ids in"):
+        SparseDistribution(ids, np.array([1.0]), 2**64)
+
+
+@pytest.mark.parametrize("target, draft", [([], [1.0]), ([1.0], []), (np.zeros((2, 0)), [1.0])])
+def test_rows_without_an_entry(target, draft):
+    with pytest.raises(ValueError, match=r"expected an array \[..., V\] of at least one"):
+        acceptance_probability(np.array(target), np.array(draft), 0)
+
+
 @pytest.mark.parametrize("bad", [[np.nan, 1.0], [np.inf, 1.0], [-0.5, 1.5], [0.0, 0.0], 1.0])
 @pytest.mark.parametrize("side", ["target", "draft"])
 def test_bad_dense_distributions(side, bad):

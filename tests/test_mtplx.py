@@ -317,3 +317,9 @@ def test_the_error_tells_its_counts_and_can_be_pickled():
     copy = pickle.loads(pickle.dumps(error))
     assert str(copy) == str(error) and type(copy) is type(error)
     assert (copy.nan_count, copy.inf_count, copy.vocab_size) == (1, 1, 3)
+
+
+def test_an_id_of_any_size_that_is_no_token_has_no_probability():
+    row, sparse = np.array([0.5, 0.5]), ours.SparseDistribution([0, 1], [0.5, 0.5], 2)
+    for side in (row, sparse):
+        assert ours.acceptance_probability(side, side, 10**30) == 0.0

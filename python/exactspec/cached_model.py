@@ -402,6 +402,12 @@ def check_layers(op: str, model: Any, cache: Any) -> None:
             f"[{op}] prompt_cache: expected {expected} layers, as make_prompt_cache makes them for "
             f"this model, got {len(cache)}"
         )
+    for layer in cache:
+        if not hasattr(layer, "is_trimmable"):
+            raise TypeError(
+                f"[{op}] prompt_cache: expected layers as make_prompt_cache makes them, got one of "
+                f"type {type(layer).__name__}"
+            )
 
 
 def _compact(cache: KVCache, start: int, kept: list[int]) -> None:

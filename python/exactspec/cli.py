@@ -251,6 +251,9 @@ def generate(
     # A drafter that nobody asked for gives way where the model cannot do with it.
     is_optional = all(value is None for value in drafting)
     try:
+        for option, name in (("--model", model), ("--draft-model", draft_model)):
+            if name == "":
+                raise ValueError(f"{option}: expected a folder or a name, got an empty one")
         if compare and drafter is DrafterName.none:
             raise ValueError("--compare: expected a drafter to compare, got --drafter none")
         acceptance = _parse_rule(rule)

@@ -8,6 +8,7 @@ vocabulary unless an argument is.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Union
 
 import numpy as np
@@ -43,8 +44,11 @@ class SparseDistribution:
         total = _check_probs("probs", probs)
         if ids.dtype.kind not in "iu":
             _bad("token_ids", "integers", str(ids.dtype))
-        if not (0 <= ids.min() and ids.max() < self.vocab_size):
-            _bad("token_ids", f"ids in [0, {self.vocab_size})", f"{ids.min()} to {ids.max()}")
+        size = self.vocab_size
+        if isinstance(size, (bool, np.bool_)) or not isinstance(size, Integral):
+            _bad("vocab_size", "an integer", repr(size))
+        if not (0 <= ids.min() and ids.max() < min(size, 2**63)):
+            _bad("token_ids", f"ids in [0, {size})", f"{ids.min()} to {ids.max()}")
         ids = ids.astype(np.int64)  # a copy
         if not (ids[1:] > ids[:-1]).all():
             ids, place = np.unique(ids, return_inverse=True)
@@ -226,8 +230,9 @@ def _entries(name: str, distribution: Distribution, token_id: int | np.ndarray):
     if isinstance(distribution, SparseDistribution):
         return distribution.probability(token_id)
     probs, ids = np.asarray(distribution), _check_ids(token_id)
-    if probs.ndim == 0:
-        _bad(name, "an array [..., V]", "a number")
+    if probs.ndim == 0 or probs.shape[-1] == 0:
+        got = "a number" if probs.ndim == 0 else f"shape {list(probs.shape)}"
+        _bad(name, "an array [..., V] of at least one probability", got)
     inside = (ids >= 0) & (ids < probs.shape[-1])
     if probs.ndim == 1:
         picked = probs[np.where(inside, ids, 0)]

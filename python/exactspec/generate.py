@@ -20,7 +20,7 @@ from .drafters import MAX_DRAFT_TOKENS, Draft, Drafter, depths, model_drafters, 
 from .noise import noise_keys
 from .ops import PLACEHOLDER_TOKEN, Status, verify_draft
 from .rules import EXACT_RULES, Rule, Typical, check_rule, is_exact
-from .sampling import Sampling, check_sampling
+from .sampling import Sampling, check_sampling, describe_number
 from .tree import verify_tree
 
 # The device's buffers that are not in use are given back every so many tokens: they come in ever
@@ -652,7 +652,8 @@ def _prompt_tokens(
     for token in prompt:
         if not 0 <= token < vocab_size:
             raise ValueError(
-                f"[stream_generate] prompt: expected ids in [0, {vocab_size}), got {token}"
+                f"[stream_generate] prompt: expected ids in [0, {vocab_size}), got "
+                f"{describe_number(token)}"
             )
     return prompt
 
@@ -678,9 +679,13 @@ def check_options(drafter: Any, sampling: Any, rule: Any, max_tokens: Any, seed:
         if isinstance(value, bool) or not isinstance(value, int):
             raise _type_error(name, "an integer", value)
     if max_tokens < 1:
-        raise ValueError(f"[stream_generate] max_tokens: expected at least 1, got {max_tokens}")
+        raise ValueError(
+            f"[stream_generate] max_tokens: expected at least 1, got {describe_number(max_tokens)}"
+        )
     if seed is not None and not 0 <= seed < 2**64:
-        raise ValueError(f"[stream_generate] seed: expected a value in [0, 2**64), got {seed}")
+        raise ValueError(
+            f"[stream_generate] seed: expected a value in [0, 2**64), got {describe_number(seed)}"
+        )
 
 
 def _type_error(argument: str, expected: str, got: Any) -> TypeError:

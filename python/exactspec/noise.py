@@ -11,6 +11,8 @@ from typing import Any, Union
 import mlx.core as mx
 import numpy as np
 
+from .sampling import describe_number
+
 Integers = Union[int, Sequence[int], np.ndarray, mx.array]
 
 # The upper two bits of a counter's second word; the others hold the step. 0 is mx.random's own.
@@ -130,11 +132,16 @@ def _integers(name: str, value: Any, end: int) -> Any:
         array = np.array(None, object)
     numbers = []
     for x in array.ravel().tolist():
-        if isinstance(x, (bool, np.bool_)) or not hasattr(x, "__index__"):
-            raise TypeError(f"[noise_keys] {name}: expected integers, got {value!r}")
-        numbers.append(operator.index(x))
-    if not all(0 <= x < end for x in numbers):
-        raise ValueError(f"[noise_keys] {name}: expected integers in [0, {end}), got {value!r}")
+        try:
+            if isinstance(x, (bool, np.bool_, mx.array)):
+                raise TypeError
+            numbers.append(operator.index(x))
+        except TypeError:
+            raise TypeError(f"[noise_keys] {name}: expected integers, got {x!r}") from None
+    for x in numbers:
+        if not 0 <= x < end:
+            got = describe_number(x)
+            raise ValueError(f"[noise_keys] {name}: expected integers in [0, {end}), got {got}")
     result = np.empty(len(numbers), object)
     result[:] = numbers
     return result.reshape(array.shape)

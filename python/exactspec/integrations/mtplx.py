@@ -144,7 +144,8 @@ class SparseDistribution:
 
     def probability(self, token_id: int) -> float:
         """The probability of one token; 0 outside the support."""
-        return self._sorted.probability(int(token_id))
+        token_id = int(token_id)
+        return self._sorted.probability(token_id) if 0 <= token_id < self.vocab_size else 0.0
 
     def to_dense(self) -> np.ndarray:
         """float64 ``[vocab_size]``."""
