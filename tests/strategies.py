@@ -14,19 +14,13 @@ import mlx.core as mx
 import numpy as np
 import oracle
 from exactspec import Cascade, Sampling, Typical
+from exactspec.sampling import ORDERS
 from hypothesis import given, settings
 
 VOCAB_SIZES = (1, 2, 3, 5, 8, 31, 32, 33, 100, 257, 2047, 2048, 2049, 4096, 4100)
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 LAYOUTS = ("contiguous", "offset", "transposed", "strided", "broadcast")
 DRAFT_KINDS = ("dense", "padded", "shorter", "vocab", "sparse", "one_hot")
-ORDERS = (
-    "temperature_first",
-    "temperature_last",
-    "sequential",
-    "sequential_untempered",
-    "min_p_first",
-)
 RULES = ("token", "block", "coupled", "typical", "cascade")
 
 TEMPERATURES = (1.0, 0.5, 2.0, 0.1, 1e-12, 0.0)
