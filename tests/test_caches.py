@@ -461,7 +461,7 @@ def test_interruptions_everywhere(name):
     outcomes, at = [], 1
     while not outcomes or outcomes[-1]:
         outcomes.append(check_a_text_that_is_broken_off(name, at, drafts(name)))
-        at += 3
+        at += 7
     assert outcomes.count("right") > 0.9 * len(outcomes), outcomes
 
 
