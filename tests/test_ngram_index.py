@@ -60,7 +60,7 @@ TEXTS = {
 @pytest.mark.parametrize("num_latest", [1, 4])
 @pytest.mark.parametrize("kind", TEXTS)
 def test_takes_few_bytes_and_steps_a_token(kind, num_latest, figure):
-    text = TEXTS[kind](8_000).tolist()
+    text = TEXTS[kind](9_000).tolist()
     tracemalloc.start()
     try:
         index = NgramIndex(range(3, 1, -1), num_latest)
@@ -74,5 +74,5 @@ def test_takes_few_bytes_and_steps_a_token(kind, num_latest, figure):
     figure("bytes a token", size / len(text))
     figure("steps a token", index.steps / len(text))
     assert size <= 100 * len(text)
-    # Twice two lengths, once more for each when tables grow, and few n-grams on the way.
-    assert index.steps <= 12 * len(text)
+    # Two lengths, each looked up twice and put into a larger table now and then, past a few others.
+    assert index.steps <= 16 * len(text)

@@ -218,8 +218,8 @@ class PromptLookup(Drafter):
     The last ``max_ngram`` tokens of the text are looked up in the prompt and the generated text,
     then fewer, down to ``min_ngram``; what followed their latest earlier occurrence is proposed.
     Costs no model: worth it wherever the output repeats parts of the input, as in editing code,
-    correcting or summarising. A token of the text takes 20 to 40 bytes, and a cycle as long in a
-    long text as in a short one. See Saxena, "Prompt Lookup Decoding", 2023,
+    correcting or summarising. By default a token of the text takes at most 40 bytes, and a cycle
+    on average as long in a long text as in a short one. See Saxena, "Prompt Lookup Decoding", 2023,
     https://github.com/apoorvumang/prompt-lookup-decoding.
 
     Args:

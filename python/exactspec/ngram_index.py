@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
-from zlib import crc32
 
 FIRST_SLOTS = 64
 
@@ -14,7 +13,8 @@ class NgramIndex:
 
     For each length there is a hash table with one entry for each n-gram: the position of the token
     that followed it last. The n-gram itself is what stands before that position in the text. Tables
-    are a quarter to half full, so that a step takes the same time at any length of the text.
+    are a quarter to half full, so that a token takes the same number of steps, on average, at any
+    length of the text.
 
     Args:
         lengths: of the n-grams, in the order in which ``matches`` looks for them.
@@ -66,7 +66,7 @@ class NgramIndex:
         """Where a table has the n-gram before ``end``, or a free place for it."""
         ngram = self.text[end - n : end].tobytes()
         last = len(table) - 1  # all ones in binary
-        slot = crc32(ngram) & last
+        slot = hash(ngram) & last  # with a secret of the process: no prompt can aim at one slot
         self.steps += 1
         while (known := table[slot]) and self.text[known - n : known].tobytes() != ngram:
             slot = (slot + 1) & last
