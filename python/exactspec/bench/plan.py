@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 from rich.console import Console
 
+from .. import _ext
 from . import operation
 from .operation import DTYPES, SETTINGS, SIZES, SWEEPS, Case
 from .report import PLOTTED_SETTING, about
@@ -16,6 +17,7 @@ QUICK_SIZES = [(1, 4, 49152)]
 QUICK_SETTINGS = [PLOTTED_SETTING, "top_k and top_p"]
 # Among fewer ids the token that only the draft likes may be the target's best.
 LEAST_VOCABULARY = 64
+MAX_SLOTS = _ext.MAX_KEYED_DRAFTS
 MOST_LOGITS = 10**9  # of the target: 4 GB, of four inputs
 # Options, by the level that they belong to.
 LEVELS = {
@@ -121,14 +123,14 @@ def plan(options: Options) -> list[Case]:
 def _size(text: str) -> tuple[int, int, int]:
     try:
         batch, num_slots, vocab_size = map(int, text.split(","))
-        if min(batch, num_slots) < 1 or num_slots > 254 or vocab_size < LEAST_VOCABULARY:
+        if min(batch, num_slots) < 1 or num_slots > MAX_SLOTS or vocab_size < LEAST_VOCABULARY:
             raise ValueError
         if batch * (num_slots + 1) * vocab_size > MOST_LOGITS:
             raise ValueError
     except ValueError:
         raise ValueError(
-            f"--size: expected B,K,V with B >= 1, K from 1 to 254, V >= {LEAST_VOCABULARY} and at "
-            f"most {MOST_LOGITS} logits, got {text!r}"
+            f"--size: expected B,K,V with B >= 1, K from 1 to {MAX_SLOTS}, V >= {LEAST_VOCABULARY} "
+            f"and at most {MOST_LOGITS} logits, got {text!r}"
         ) from None
     return batch, num_slots, vocab_size
 
