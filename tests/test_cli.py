@@ -25,7 +25,14 @@ from mlx_lm.models.llama import Model
 from mlx_lm.utils import save_model as save_mlx_model
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
-from toy_models import LLAMA_CONFIG, save_head, tiny_llama, toy_tokenizer
+from toy_models import (
+    ARCHITECTURES,
+    LLAMA_CONFIG,
+    save_head,
+    tiny_llama,
+    tiny_model,
+    toy_tokenizer,
+)
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
@@ -700,6 +707,19 @@ def test_a_model_that_cannot_be_rolled_back_decodes_plainly_with_a_note(folders,
         result = invoke(*arguments, *options, code=1)
         assert result.stdout == ""
         assert re.search(r"^error: .*got RotatingKVCache", result.stderr, re.MULTILINE)
+
+
+def test_a_recurrent_model_decodes_plainly_with_a_note(folders, tmp_path):
+    folder = shutil.copytree(folders["target"], tmp_path / "mamba")
+    tiny_model("mamba").save_weights(str(folder / "model.safetensors"))
+    config = {"model_type": "mamba", **ARCHITECTURES["mamba"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    report = invoke(PROMPT, "--model", folder, "--max-tokens", 9, "--json")
+    assert json.loads(report.stdout)["tokens"] == expected(folder, max_tokens=9).tokens
+    assert json.loads(report.stdout)["drafter"] == "none"
+    assert "decoding without a drafter" in report.stderr
+    result = invoke(PROMPT, "--model", folder, "--drafter", "lookup", code=1)
+    assert re.search(r"^error: .*got ArraysCache", result.stderr, re.MULTILINE)
 
 
 def test_a_rotating_cache_is_drafted_with_while_the_text_fits_into_it(folders, monkeypatch):
